@@ -1,0 +1,39 @@
+# Everything below sets up .venv by itself; a second call does not reinstall.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+PIP    := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q
+TORCH  := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: demo test lint bench docs clean
+
+demo: $(READY)
+	$(BIN)/dpbnn demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.clipping $(ARGS)
+
+docs: $(READY)
+	$(BIN)/pdoc --output-directory site --docformat google dpbnn
+
+clean:
+	rm -rf $(VENV) site demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# torch goes first and alone: its pin keeps the CPU build where one is installed from.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "dpbnn needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version). Set PYTHON=..."; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Setting up $(VENV) (a few minutes the first time)"
+	$(PIP) '$(TORCH)'
+	$(PIP) --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,166 @@
+"""The command `dpbnn`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import dpbnn
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dpbnn.privacy.plan import Plan
+
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@click.group(context_settings=_CONTEXT)
+@click.version_option(dpbnn.__version__, prog_name="dpbnn")
+def cli() -> None:
+    """Differentially private Bayesian neural networks."""
+
+
+@cli.command("plan")
+@click.option("--epsilon", type=float, help="Budget; left out, it is computed.")
+@click.option("--delta", type=float, required=True, help="Delta of the guarantee, below 1/n.")
+@click.option(
+    "--noise-multiplier", type=float, help="Noise std / clip; left out, it is solved for."
+)
+@click.option("--n", type=int, required=True, help="Number of records, public.")
+@click.option("--batch-size", type=float, help="Expected batch size.")
+@click.option("--epochs", type=float, help="Passes over the data; left out, solved for.")
+@click.option("--steps", type=int, help="Number of releases, instead of --epochs.")
+@click.option("--sampling", default="poisson", show_default=True,
+              help="poisson, fixed-size, partition or full-batch.")  # fmt: skip
+@click.option("--relation", default="zero-out", show_default=True,
+              help="zero-out, add/remove or replace-one.")  # fmt: skip
+@click.option("--accountant", help="pld, rdp, exact or gdp-clt [default: the tightest rigorous].")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def plan_command(as_json: bool, **arguments: Any) -> None:
+    r"""Say what a run costs, or how much noise a budget needs, before any data is seen.
+
+    Give all of --epsilon, --noise-multiplier and --epochs (or --steps) but one.
+
+    \b
+    Example:
+      dpbnn plan --epsilon 1 --delta 1e-5 --n 60000 --batch-size 256 --epochs 15
+    """
+    plan = dpbnn.plan(**arguments)
+    if as_json:
+        click.echo(json.dumps({**plan.to_dict(), "epsilons": plan.epsilons()}, indent=2))
+        return
+    _print(plan_table(plan))
+
+
+@cli.command("account")
+@click.argument("ledger", type=click.Path(path_type=Path))
+@click.option("--delta", type=float, help="Delta of the guarantee [default: the budget's].")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def account_command(ledger: Path, delta: float | None, as_json: bool) -> None:
+    r"""Say what a ledger has spent, and state the guarantee.
+
+    \b
+    Example:
+      dpbnn account run/ledger.jsonl --delta 1e-5
+    """
+    if not ledger.is_file():
+        raise ValueError(
+            f"{ledger}: no such file; give the path of a ledger that a run has written"
+        )
+    book = dpbnn.Ledger(ledger)
+    statement = book.statement(delta=delta)
+    budget = book.budget
+    if as_json:
+        values = {"releases": book.releases, "budget": budget, "statement": statement.to_dict()}
+        click.echo(json.dumps(values, indent=2))
+        return
+    click.echo(f"{ledger}: {book.releases} releases")
+    if budget is not None:
+        spent = book.epsilon()
+        click.echo(
+            f"Budget: epsilon {budget[0]:g} at delta {budget[1]:g}; "
+            f"spent {_round_up(spent)}, left {max(0.0, budget[0] - spent):.4g}"
+        )
+    click.echo(str(statement))
+
+
+@cli.command("demo")
+def demo_command() -> None:
+    r"""Plan a private run on scikit-learn's handwritten digits and state its guarantee.
+
+    \b
+    Example:
+      dpbnn demo
+    """
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    images, labels = load_digits(return_X_y=True)
+    train, _ = train_test_split(images, stratify=labels, test_size=0.25, random_state=0)
+    plan = dpbnn.plan(epsilon=2.0, delta=1e-5, n=len(train), batch_size=128, epochs=30)
+    click.echo(f"Digits: {len(train)} training images of {train.shape[1]} pixels.")
+    _print(plan_table(plan))
+    click.echo(str(plan.statement(clip=1.0, tuning_runs=0)))
+
+
+def plan_table(plan: Plan) -> Table:
+    """Return the plan as a table, with epsilon by every accountant and noise against signal."""
+    from rich.table import Table
+
+    table = Table("quantity", "value", "meaning", title="Privacy plan", title_justify="left")
+    table.add_row(
+        "epsilon", _round_up(plan.epsilon), f"by {plan.accountant}, at delta {plan.delta:g}"
+    )
+    for name, value in plan.epsilons().items():
+        rigorous = dpbnn.ACCOUNTANTS[name].rigorous
+        kind = "upper bound" if rigorous else "approximation, can lie below the truth"
+        table.add_row(f"  {name}", _round_up(value), "equality" if name == "exact" else kind)
+    table.add_row("noise multiplier", f"{plan.noise_multiplier:.5g}", "noise std / clip")
+    table.add_row("steps", str(plan.steps), f"{plan.epochs:.4g} passes over n = {plan.n}")
+    table.add_row("sampling", plan.sampling, f"rate {plan.sample_rate:.4g}, expected batch "
+                  f"{plan.batch_size:g}")  # fmt: skip
+    table.add_row("relation", str(plan.relation), plan.relation.description)
+    signal = plan.noise_multiplier / plan.batch_size
+    table.add_row("noise / signal", f"{signal:.3g}", "per coordinate and step: noise std over the "
+                  "largest clipped sum")  # fmt: skip
+    total = plan.noise_multiplier / (plan.batch_size * plan.steps**0.5)
+    table.add_row("  over all steps", f"{total:.3g}", "the same for the average of all steps")
+    return table
+
+
+def _round_up(value: float) -> str:
+    from dpbnn.privacy.plan import round_up
+
+    return round_up(value)
+
+
+def _print(table: Table) -> None:
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 100, highlight=False).print(table)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command; bad input is one line on standard error and exit code 2."""
+    try:
+        code = cli.main(args=arguments, prog_name="dpbnn", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        code = 2
+    except click.ClickException as error:
+        click.echo(f"dpbnn: {error.format_message().rstrip('.')}; see 'dpbnn --help'", err=True)
+        code = 2
+    except click.Abort:
+        code = 130
+    except (ValueError, dpbnn.BudgetExceeded, dpbnn.LedgerCorrupted) as error:
+        click.echo(f"dpbnn: {error}", err=True)
+        code = 2
+    except OSError as error:
+        click.echo(f"dpbnn: {error.filename}: {error.strerror}", err=True)
+        code = 2
+    sys.exit(code)

@@ -1,0 +1,1 @@
+"""What can be proven: sampling, accounting, plans, the gate, the ledger, the statement."""

@@ -1,0 +1,143 @@
+"""Privacy events: what a run released, in the only words an accountant hears."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from dpbnn.privacy.relation import Relation
+
+__all__ = ["Event", "UnsupportedEvent"]
+
+_SAMPLINGS = ("poisson", "fixed-size", "partition", "full-batch")
+
+
+class UnsupportedEvent(ValueError):
+    """The sampler, relation and accountant asked for have no sound analysis together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """`count` releases of clipped sums, each with Gaussian noise of std sigma * C.
+
+    Attributes:
+        sampling: how each release chose its records: "poisson", "fixed-size", "partition" or
+            "full-batch" (the last also stands for "unknown": nothing is amplified).
+        noise_multiplier: sigma = noise std / clip; 0 means no noise and is not private.
+        count: number of releases.
+        n: number of records, public; needed for every sampling but "full-batch".
+        batch_size: expected batch size, likewise.
+        start: for "partition", the position in the sequence of batches of the first release.
+    """
+
+    sampling: str
+    noise_multiplier: float
+    count: int = 1
+    n: int | None = None
+    batch_size: float | None = None
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sampling not in _SAMPLINGS:
+            raise ValueError(f"sampling={self.sampling!r}: must be one of {', '.join(_SAMPLINGS)}")
+        if not (self.noise_multiplier >= 0):
+            raise ValueError(f"noise_multiplier={self.noise_multiplier}: must be >= 0")
+        if self.count < 0 or self.start < 0:
+            raise ValueError(f"count={self.count}, start={self.start}: must be >= 0")
+        if self.sampling != "full-batch" and (self.n is None or self.batch_size is None):
+            raise ValueError(f"an event with sampling={self.sampling!r} needs n and batch_size")
+
+    @property
+    def rate(self) -> float:
+        """Expected share of the records in one release."""
+        if self.n is None or self.batch_size is None:
+            return 1.0
+        return self.batch_size / self.n
+
+    @property
+    def amplified(self) -> bool:
+        """Whether random sampling hides who took part in a release."""
+        return self.sampling in ("poisson", "fixed-size") and self.rate < 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the event as plain values, without those at their default."""
+        return {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Event:
+        """Rebuild an event from `to_dict`."""
+        return cls(**values)
+
+
+def check_relation(event: Event, relation: Relation) -> None:
+    """Raise UnsupportedEvent where sampling and relation have no analysis together."""
+    allowed = {
+        "poisson": (Relation.ZERO_OUT, Relation.ADD_REMOVE),
+        "full-batch": tuple(Relation),
+        "partition": (Relation.ZERO_OUT, Relation.REPLACE_ONE),
+        "fixed-size": (Relation.REPLACE_ONE,),
+    }[event.sampling]
+    if relation not in allowed:
+        raise UnsupportedEvent(
+            f"relation={str(relation)!r} is not supported with {event.sampling} sampling; "
+            f"use relation={' or '.join(repr(str(r)) for r in allowed)}, or another sampling"
+        )
+
+
+def gaussian_mu(events: Iterable[Event], relation: Relation) -> float:
+    """Return the Gaussian-DP parameter mu of unamplified releases composed.
+
+    A record takes part in every full-batch release, and in the releases of the one batch of each
+    partition that holds it, so with s = `relation.shift`
+
+        mu^2 = sum_full s^2/sigma^2 + sum_partitions max_batch sum_{releases of it} s^2/sigma^2.
+
+    **Guarantee.** Adaptive composition of Gaussian mechanisms is exactly mu-GDP (Dong, Roth, Su
+    2022, Corollary 2). The batches of a partition are fixed by position, so all partitions of the
+    same (n, batch_size) are the same one, also across runs; different partitions add up their
+    maxima, which is an upper bound.
+    """
+    squared = 0.0
+    partitions: dict[tuple[int, float], list[Event]] = {}
+    for event in events:
+        if event.count == 0:
+            continue
+        if event.noise_multiplier == 0:
+            return math.inf
+        if event.sampling == "partition":
+            partitions.setdefault((event.n or 0, event.batch_size or 0), []).append(event)
+        else:
+            squared += event.count * (relation.shift / event.noise_multiplier) ** 2
+    for (n, batch_size), passes in partitions.items():
+        squared += _worst_batch(passes, math.ceil(n / batch_size), relation)
+    return math.sqrt(squared)
+
+
+def _worst_batch(events: list[Event], batches: int, relation: Relation) -> float:
+    """Return the largest mu^2 that any one batch of a partition collects.
+
+    Every event covers each batch `count // batches` times, and an arc of the cycle of batches once
+    more; a sweep over the ends of the arcs finds the batch with the largest total.
+    """
+    everywhere = 0.0
+    changes: dict[int, float] = {}
+    for event in events:
+        cost = (relation.shift / event.noise_multiplier) ** 2
+        passes, rest = divmod(event.count, batches)
+        everywhere += passes * cost
+        first = event.start % batches
+        for begin, end in ((first, first + rest), (0, first + rest - batches)):
+            if end > begin:
+                changes[begin] = changes.get(begin, 0.0) + cost
+                changes[end] = changes.get(end, 0.0) - cost
+    running = worst = 0.0
+    for position in sorted(changes):
+        running += changes[position]
+        worst = max(worst, running)
+    return everywhere + worst

@@ -1,0 +1,49 @@
+"""Neighbouring relations: which two datasets a privacy guarantee cannot tell apart."""
+
+from __future__ import annotations
+
+import enum
+import re
+
+__all__ = ["Relation"]
+
+
+class Relation(enum.StrEnum):
+    """When two datasets count as neighbours.
+
+    A release clips every record's contribution to norm C, so neighbours move the sum by at most
+    `shift * C`; the noise multiplier is always sigma = noise std / C, whatever the relation.
+
+    Attributes:
+        ZERO_OUT: the same n records, one of them contributing nothing. n is public.
+        ADD_REMOVE: one record more or less. Numerically the same accounting as zero-out.
+        REPLACE_ONE: the same n records, one of them exchanged for another. n is public.
+    """
+
+    ZERO_OUT = "zero-out"
+    ADD_REMOVE = "add/remove"
+    REPLACE_ONE = "replace-one"
+
+    @property
+    def shift(self) -> float:
+        """Distance between neighbouring sums in units of the clip."""
+        return 2.0 if self is Relation.REPLACE_ONE else 1.0
+
+    @property
+    def description(self) -> str:
+        """One clause that completes 'neighbouring datasets ...'."""
+        return {
+            Relation.ZERO_OUT: "differ in one record, which in one of them contributes nothing",
+            Relation.ADD_REMOVE: "differ by one record being added or removed",
+            Relation.REPLACE_ONE: "differ in one record being replaced by any other",
+        }[self]
+
+    @classmethod
+    def parse(cls, value: str | Relation) -> Relation:
+        """Return the relation that `value` names, whatever its case and punctuation."""
+        letters = re.sub(r"[^a-z]", "", str(value).lower())
+        for relation in cls:
+            if letters == re.sub(r"[^a-z]", "", relation.value):
+                return relation
+        allowed = ", ".join(repr(str(r)) for r in cls)
+        raise ValueError(f"relation={value!r}: must be one of {allowed}; the default is 'zero-out'")

@@ -1,0 +1,198 @@
+"""Samplers: which records take part in a release, and the privacy event that follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import TYPE_CHECKING, ClassVar
+
+from dpbnn.privacy.events import Event
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+__all__ = ["FixedSize", "FullBatch", "Partition", "Poisson", "Sampler", "sampler"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler(ABC):
+    """Draws index batches and knows the privacy event of what it draws.
+
+    Attributes:
+        n: number of records, public.
+        batch_size: expected batch size, public; what sums are divided by, never the realised size.
+    """
+
+    n: int
+    batch_size: float
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.n < math.inf and self.n == math.floor(self.n)):
+            raise ValueError(f"n={self.n}: must be a whole number >= 1, the number of records")
+        if not (0 < self.batch_size <= self.n):
+            raise ValueError(
+                f"batch_size={self.batch_size}: must be > 0 and <= n={self.n}; "
+                f"use sampling='full-batch' to take all records at once"
+            )
+        if int(self.batch_size) == self.batch_size:
+            object.__setattr__(self, "batch_size", int(self.batch_size))
+        elif not isinstance(self, Poisson):
+            raise ValueError(f"batch_size={self.batch_size}: must be a whole number here")
+        object.__setattr__(self, "n", int(self.n))
+
+    @property
+    def rate(self) -> float:
+        """Expected share of the records in a batch."""
+        return self.batch_size / self.n
+
+    def steps(self, epochs: float) -> int:
+        """Return the number of batches in `epochs` passes over the data, rounded up."""
+        exact = Fraction(epochs).limit_denominator(10**6) * self.n / Fraction(self.batch_size)
+        return math.ceil(exact)
+
+    def event(self, noise_multiplier: float, count: int = 1, start: int = 0) -> Event:
+        """Return the event of releasing batches `start` to `start + count - 1` with this noise."""
+        return Event(
+            sampling=self.name,
+            noise_multiplier=float(noise_multiplier),
+            count=int(count),
+            n=self.n,
+            batch_size=self.batch_size,
+            start=int(start) if isinstance(self, Partition) else 0,
+        )
+
+    def batches(
+        self, steps: int, *, start: int = 0, key: bytes | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Yield batches `start` to `start + steps - 1` as tensors of record indices.
+
+        Batch t is a function of (key, t) alone, so that an interrupted run goes on with the
+        batches it would have had.
+
+        Args:
+            steps: how many batches.
+            start: index of the first batch.
+            key: secret of at least 16 bytes; drawn from operating-system entropy by default.
+        """
+        import numpy as np
+        import torch
+
+        if key is None:
+            key = secrets.token_bytes(32)
+        elif len(key) < 16:
+            raise ValueError(f"key: has {len(key)} bytes, must have at least 16")
+        for step in range(start, start + steps):
+            seed = hashlib.blake2b(
+                step.to_bytes(8, "big"), key=key[:64], digest_size=32, person=b"dpbnn-sampling"
+            ).digest()
+            generator = np.random.Generator(np.random.PCG64DXSM(int.from_bytes(seed, "big")))
+            yield torch.from_numpy(self._draw(step, generator))
+
+    @abstractmethod
+    def _draw(self, step: int, generator: np.random.Generator) -> np.ndarray: ...
+
+
+class Poisson(Sampler):
+    """Every record joins every batch independently with probability q = batch_size / n.
+
+    **Guarantee.** Batches are exactly Poisson: their size is Binomial(n, q) and, given the size,
+    all subsets are equally likely. A batch can be empty; it is a batch all the same.
+    """
+
+    name = "poisson"
+
+    def _draw(self, step: int, generator: np.random.Generator) -> np.ndarray:
+        size = generator.binomial(self.n, self.rate)
+        return generator.choice(self.n, size=size, replace=False, shuffle=False)
+
+
+class FixedSize(Sampler):
+    """Every batch is a uniform subset of exactly batch_size records, afresh each time."""
+
+    name = "fixed-size"
+
+    def _draw(self, step: int, generator: np.random.Generator) -> np.ndarray:
+        return generator.choice(self.n, size=int(self.batch_size), replace=False, shuffle=False)
+
+
+class Partition(Sampler):
+    """Disjoint batches fixed by position, visited in order, pass after pass.
+
+    Batch j of a pass is the records j * batch_size ... (j + 1) * batch_size - 1; the last one may
+    be smaller.
+
+    **Guarantee.** A record takes part in one release of each pass and no order is secret, so there
+    is no amplification: T passes are mu-GDP with mu = sqrt(T)/sigma under zero-out and twice that
+    under replace-one (the analysis of the DP-BBB note, with its sensitivity corrected).
+    """
+
+    name = "partition"
+
+    @property
+    def batches_per_pass(self) -> int:
+        """Number of batches in one pass."""
+        return math.ceil(self.n / self.batch_size)
+
+    def steps(self, epochs: float) -> int:
+        """Return the number of batches in `epochs` passes over the data, rounded up."""
+        return math.ceil(Fraction(epochs).limit_denominator(10**6) * self.batches_per_pass)
+
+    def _draw(self, step: int, generator: np.random.Generator) -> np.ndarray:
+        import numpy as np
+
+        first = (step % self.batches_per_pass) * int(self.batch_size)
+        return np.arange(first, min(first + int(self.batch_size), self.n))
+
+
+class FullBatch(Sampler):
+    """Every batch is all n records."""
+
+    name = "full-batch"
+
+    def __init__(self, n: int, batch_size: float | None = None) -> None:
+        object.__setattr__(self, "n", n)
+        object.__setattr__(self, "batch_size", n if batch_size is None else batch_size)
+        self.__post_init__()
+        if self.batch_size != self.n:
+            raise ValueError(
+                f"batch_size={batch_size}: full-batch sampling takes all n={n} records; "
+                f"leave batch_size out"
+            )
+
+    def _draw(self, step: int, generator: np.random.Generator) -> np.ndarray:
+        import numpy as np
+
+        return np.arange(self.n)
+
+
+_SAMPLERS: dict[str, type[Sampler]] = {
+    "poisson": Poisson,
+    "fixedsize": FixedSize,
+    "partition": Partition,
+    "fullbatch": FullBatch,
+    "full": FullBatch,
+}
+
+
+def sampler(sampling: str, n: int, batch_size: float | None = None) -> Sampler:
+    """Return the sampler that `sampling` names: poisson, fixed-size, partition or full-batch."""
+    kind = _SAMPLERS.get(re.sub(r"[^a-z]", "", str(sampling).lower()))
+    if kind is None:
+        names = ", ".join(repr(c.name) for c in (Poisson, FixedSize, Partition, FullBatch))
+        raise ValueError(f"sampling={sampling!r}: must be one of {names}; the default is 'poisson'")
+    if batch_size is None:
+        if kind is not FullBatch:
+            raise ValueError(
+                f"batch_size: missing; {kind.name} sampling needs the expected batch size"
+            )
+        batch_size = n
+    return kind(n, batch_size)

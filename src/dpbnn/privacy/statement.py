@@ -1,0 +1,271 @@
+"""Privacy statements: what was promised to whom, in words and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dpbnn.privacy import accountants
+from dpbnn.privacy.events import Event
+from dpbnn.privacy.plan import round_up
+from dpbnn.privacy.relation import Relation
+
+__all__ = ["PrivacyStatement"]
+
+SCHEMA = 1
+
+_PUBLIC = (
+    "the number of records n",
+    "the settings of the run (model, method, bounds, clip, noise, number of steps)",
+)
+_COVERS = (
+    "every released sum, and all that is computed from them without the data: the posterior, its "
+    "samples, its predictions on other data",
+)
+_ENTROPY = "operating-system entropy"
+
+
+@dataclasses.dataclass(frozen=True)
+class PrivacyStatement:
+    """The guarantee of a run, or that there is none.
+
+    Attributes:
+        private: whether epsilon and delta hold.
+        reason: why there is no guarantee, where there is none.
+        unit: what one neighbour differs in.
+        relation: the neighbouring relation, None where not private.
+        epsilon: an upper bound on the privacy loss; infinite where not private.
+        delta: probability that the bound fails; 1 where not private.
+        accountant: name of the accountant.
+        accountant_version: the code that computed epsilon.
+        mechanisms: one entry per kind of release: label, sampling, noise_multiplier, clip,
+            sample_rate, n, batch_size, releases.
+        public: what is treated as public.
+        covers: which outputs the guarantee covers.
+        randomness: where noise and sampling came from.
+        tuning_runs: number of other runs on the same data that chose the settings, as declared;
+            None if nothing was declared.
+        caveats: what the reader must know beside the numbers.
+    """
+
+    private: bool
+    reason: str = ""
+    unit: str = "one record"
+    relation: Relation | None = None
+    epsilon: float = math.inf
+    delta: float = 1.0
+    accountant: str = ""
+    accountant_version: str = ""
+    mechanisms: tuple[dict[str, Any], ...] = ()
+    public: tuple[str, ...] = ()
+    covers: tuple[str, ...] = ()
+    randomness: str = ""
+    tuning_runs: int | None = None
+    caveats: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        events: Iterable[Event],
+        *,
+        delta: float,
+        relation: Relation | str = Relation.ZERO_OUT,
+        accountant: str | None = None,
+        epsilon: float | None = None,
+        labels: Sequence[str] = (),
+        clip: float | Sequence[float | None] | None = None,
+        unit: str = "one record",
+        public: Sequence[str] = (),
+        covers: Sequence[str] = (),
+        randomness: str = _ENTROPY,
+        debug: bool = False,
+        tuning_runs: int | None = None,
+        caveats: Sequence[str] = (),
+    ) -> PrivacyStatement:
+        """State the guarantee of a sequence of events.
+
+        **Guarantee.** epsilon is computed from the events by a rigorous accountant, unless the
+        caller chose "gdp-clt", which the statement then calls an approximation.
+
+        Args:
+            events: everything that was released.
+            delta: the delta of the guarantee.
+            relation: the neighbouring relation.
+            accountant: as in `plan`; the tightest rigorous one by default.
+            epsilon: epsilon of the events if the caller has computed it already.
+            labels: one name per event.
+            clip: the clip of all events, or one per event.
+            unit: what one neighbour differs in, such as "one record" or "one patient".
+            public: what is treated as public beside n and the settings.
+            covers: what is covered beside the released sums and what follows from them.
+            randomness: source of noise and sampling.
+            debug: whether noise or sampling was seeded, which voids the guarantee.
+            tuning_runs: declared number of other runs that chose the settings.
+            caveats: further remarks.
+        """
+        events = list(events)
+        relation = Relation.parse(relation)
+        if debug:
+            return cls.debug(randomness if randomness != _ENTROPY else "seeded")
+        if any(event.noise_multiplier == 0 and event.count for event in events):
+            return cls.not_private("releases were made without noise")
+        chosen = accountants.accountant(accountant or accountants.default_accountant(events))
+        if epsilon is None:
+            epsilon = chosen.epsilon(events, delta, relation)
+        clips = list(clip) if isinstance(clip, Sequence) else [clip] * len(events)
+        names = [*labels, *([""] * (len(events) - len(labels)))]
+        return cls(
+            private=math.isfinite(epsilon),
+            reason="" if math.isfinite(epsilon) else "the privacy loss is unbounded",
+            unit=unit,
+            relation=relation,
+            epsilon=epsilon,
+            delta=delta,
+            accountant=chosen.name,
+            accountant_version=chosen.version,
+            mechanisms=_mechanisms(events, names, clips),
+            public=(*_PUBLIC, *public),
+            covers=(*_COVERS, *covers),
+            randomness=randomness,
+            tuning_runs=tuning_runs,
+            caveats=(*_caveats(events, delta, chosen, tuning_runs), *caveats),
+        )
+
+    @classmethod
+    def not_private(cls, reason: str = "trained without privacy") -> PrivacyStatement:
+        """State that there is no guarantee."""
+        return cls(private=False, reason=reason)
+
+    @classmethod
+    def debug(cls, randomness: str = "seeded") -> PrivacyStatement:
+        """State that noise or sampling was seeded, so that there is no guarantee."""
+        return cls(
+            private=False,
+            reason=f"debug: not private, noise or sampling was {randomness}",
+            randomness=randomness,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the statement as plain values; where not private, epsilon and delta are null."""
+        values = dataclasses.asdict(self)
+        if not self.private:
+            values["epsilon"] = values["delta"] = None
+        values["relation"] = None if self.relation is None else str(self.relation)
+        return {"schema": SCHEMA, **values}
+
+    def to_json(self) -> str:
+        """Return the statement as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> PrivacyStatement:
+        """Rebuild a statement from `to_json`."""
+        values = json.loads(text)
+        schema = values.pop("schema", None)
+        if schema != SCHEMA:
+            raise ValueError(f"schema={schema!r}: this version reads statements of schema {SCHEMA}")
+        for name in ("mechanisms", "public", "covers", "caveats"):
+            values[name] = tuple(values[name])
+        if not values["private"]:
+            values["epsilon"], values["delta"] = math.inf, 1.0
+        if values["relation"] is not None:
+            values["relation"] = Relation.parse(values["relation"])
+        return cls(**values)
+
+    def __str__(self) -> str:
+        if not self.private:
+            banner = "NOT PRIVATE"
+            if self.reason.startswith("debug"):
+                banner = "DEBUG: NOT PRIVATE"
+            return f"*** {banner} ***\nThere is no privacy guarantee: {self.reason}."
+        assert self.relation is not None
+        bound = "epsilon about" if self.accountant == "gdp-clt" else "epsilon ="
+        lines = [
+            f"Differential privacy: {bound} {round_up(self.epsilon)}, delta = {self.delta:g}",
+            _item(
+                "Protects",
+                f"{self.unit}: datasets that {self.relation.description} ({self.relation}) give "
+                f"outputs whose probabilities differ by a factor of at most exp(epsilon), "
+                f"up to delta.",
+            ),
+            _item("Accountant", f"{self.accountant} ({self.accountant_version})"),
+            *(_item("Mechanism", _describe(mechanism)) for mechanism in self.mechanisms),
+            _item("Covers", "; ".join(self.covers)),
+            _item("Public", "; ".join(self.public)),
+            _item("Randomness", self.randomness),
+            _item("Tuning", _tuning(self.tuning_runs)),
+            *(_item("Caveat", caveat) for caveat in self.caveats),
+        ]
+        return "\n".join(lines)
+
+
+def _mechanisms(
+    events: list[Event], labels: list[str], clips: list[float | None]
+) -> tuple[dict[str, Any], ...]:
+    """Describe events, adding up those that are alike."""
+    counts: dict[tuple[Any, ...], int] = {}
+    for event, label, clip in zip(events, labels, clips, strict=True):
+        key = (label, event.sampling, event.noise_multiplier, clip, event.n, event.batch_size)
+        counts[key] = counts.get(key, 0) + event.count
+    return tuple(
+        {
+            "label": label,
+            "sampling": sampling,
+            "noise_multiplier": sigma,
+            "clip": clip,
+            "sample_rate": None if n is None else batch_size / n,
+            "n": n,
+            "batch_size": batch_size,
+            "releases": count,
+        }
+        for (label, sampling, sigma, clip, n, batch_size), count in counts.items()
+    )
+
+
+def _caveats(
+    events: list[Event],
+    delta: float,
+    chosen: accountants.Accountant,
+    tuning_runs: int | None,
+) -> list[str]:
+    caveats = []
+    if not chosen.rigorous:
+        caveats.append(
+            f"{chosen.name} is an approximation that can lie below the true epsilon; it is no bound"
+        )
+    sizes = [event.n for event in events if event.n is not None]
+    if sizes and delta >= 1 / max(sizes):
+        caveats.append(
+            f"delta = {delta:g} is not below 1/n = {1 / max(sizes):g}: publishing one record at "
+            f"random would meet it; 1e-5 or less says more"
+        )
+    if tuning_runs:
+        caveats.append(
+            f"{tuning_runs} other runs on the same data chose the settings and are not part of "
+            f"epsilon, unless they are listed as mechanisms"
+        )
+    return caveats
+
+
+def _describe(mechanism: dict[str, Any]) -> str:
+    text = f"{mechanism['releases']} releases of clipped sums with Gaussian noise, sigma = "
+    text += f"{mechanism['noise_multiplier']:.6g} x clip"
+    if mechanism["clip"] is not None:
+        text += f" {mechanism['clip']:g}"
+    text += f"; {mechanism['sampling']} sampling"
+    if mechanism["sample_rate"] is not None:
+        text += f", rate {mechanism['sample_rate']:.6g} (expected batch "
+        text += f"{mechanism['batch_size']:g} of n = {mechanism['n']})"
+    return f"{mechanism['label']}: {text}" if mechanism["label"] else text
+
+
+def _tuning(runs: int | None) -> str:
+    return "number of tuning runs not declared" if runs is None else f"{runs} tuning runs declared"
+
+
+def _item(name: str, text: str) -> str:
+    return textwrap.fill(text, 96, initial_indent=f"  {name + ':':<12}", subsequent_indent=" " * 14)

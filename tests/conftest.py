@@ -1,0 +1,25 @@
+"""Settings shared by all tests."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "dpbnn", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("dpbnn")
+
+_BESIDE = Path(__file__).resolve().parents[2] / "shared" / "data"
+if "DPBNN_DATA" not in os.environ and _BESIDE.is_dir():
+    os.environ["DPBNN_DATA"] = str(_BESIDE)
+
+
+@pytest.fixture
+def data_folder() -> Path:
+    """The folder with the papers' datasets; tests that need it skip, loudly, where it is absent."""
+    folder = os.environ.get("DPBNN_DATA")
+    if folder is None:
+        pytest.skip("DPBNN_DATA is not set: the papers' datasets are not here")
+    return Path(folder)

@@ -1,0 +1,119 @@
+"""What the package promises as a whole: quick, lazy, and with imports that point one way."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dpbnn
+
+SOURCE = Path(dpbnn.__file__).parent
+
+# A room may import itself and the rooms named after it.
+BELOW = {
+    "privacy": set(),
+}
+
+
+def run(code, *flags):
+    return subprocess.run(
+        [sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True
+    )
+
+
+def imports(path):
+    """The modules of dpbnn that a file imports, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("dpbnn"):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from [node.module, *(names if node.module == "dpbnn" else [])]
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.startswith("dpbnn"))
+
+
+def room(module):
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def violations(name, files):
+    return [
+        (str(path.name), module)
+        for path in files
+        for module in imports(path)
+        if room(module) not in {name, *BELOW[name]}
+    ]
+
+
+@pytest.mark.parametrize("name", list(BELOW))
+def test_imports_point_one_way(name):
+    folder = SOURCE / name
+    files = sorted(folder.glob("**/*.py")) if folder.is_dir() else [SOURCE / f"{name}.py"]
+    assert files
+    assert violations(name, files) == []
+
+
+def test_the_architecture_test_would_see_a_wrong_import(tmp_path):
+    wrong = tmp_path / "gate.py"
+    wrong.write_text("def f():\n    from dpbnn.contributions import base\n")
+    assert violations("privacy", [wrong])
+
+
+def test_import_takes_no_time_and_needs_no_extra():
+    """`import dpbnn` adds under 0.3 s to `import torch`; nothing heavy or optional comes along."""
+    code = (
+        "import torch, time, sys; begin = time.perf_counter(); import dpbnn;"
+        "spent = time.perf_counter() - begin; assert spent < 0.3, spent;"
+        "loaded = {'dp_accounting', 'scipy', 'sklearn', 'matplotlib', 'opacus'} & set(sys.modules);"
+        "assert not loaded, loaded"
+    )
+    run(code)
+
+
+def test_the_core_works_without_any_extra_installed():
+    """Extras are made unimportable; planning, a ledger and the command still work."""
+    code = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in {'matplotlib', 'opacus', 'hypothesis', 'pytest', 'pandas',
+                                  'pyarrow', 'netcal', 'mapie', 'pdoc', 'mypy', 'ruff'}:
+            raise ImportError(name + ' is blocked')
+sys.meta_path.insert(0, Blocked())
+import dpbnn
+for name in dpbnn.__all__:
+    getattr(dpbnn, name)
+dpbnn.plan(noise_multiplier=1.0, delta=1e-5, n=100, batch_size=10, steps=10)
+from dpbnn.cli import main
+try:
+    main(['demo'])
+except SystemExit as stop:
+    assert not stop.code
+"""
+    assert "Privacy plan" in run(code).stdout
+
+
+def test_type_checkers_and_users_see_the_same_names():
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    block = next(n for n in tree.body if isinstance(n, ast.If))
+    static = {alias.asname or alias.name for n in block.body for alias in n.names}
+    assert static == set(dpbnn._MODULE_OF)
+    assert set(dir(dpbnn)) == {*static, "__version__"}
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = dpbnn.nothing
+
+
+def test_docstring_examples_hold():
+    import doctest
+
+    from dpbnn.privacy import langevin, plan
+
+    for module in (plan, langevin):
+        result = doctest.testmod(module)
+        assert result.attempted
+        assert not result.failed
