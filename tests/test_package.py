@@ -14,6 +14,9 @@ SOURCE = Path(dpbnn.__file__).parent
 # A room may import itself and the rooms named after it.
 BELOW = {
     "privacy": set(),
+    "contributions": {"privacy", "likelihoods", "networks"},
+    "likelihoods": set(),
+    "networks": set(),
 }
 
 
@@ -99,8 +102,18 @@ def test_type_checkers_and_users_see_the_same_names():
     tree = ast.parse((SOURCE / "__init__.py").read_text())
     block = next(n for n in tree.body if isinstance(n, ast.If))
     static = {alias.asname or alias.name for n in block.body for alias in n.names}
-    assert static == set(dpbnn._MODULE_OF)
+    assert static == {*dpbnn._MODULE_OF, "contributions"}
     assert set(dir(dpbnn)) == {*static, "__version__"}
+
+
+def test_contributions_is_a_function_and_a_package():
+    import torch
+
+    c = dpbnn.contributions(
+        torch.nn.Linear(3, 2), "categorical", torch.randn(4, 3), torch.ones(4).long()
+    )
+    assert c.norms().shape == (4,)
+    assert dpbnn.contributions.DenseContributions is dpbnn.DenseContributions
 
 
 def test_an_unknown_name_is_an_attribute_error():
@@ -117,3 +130,17 @@ def test_docstring_examples_hold():
         result = doctest.testmod(module)
         assert result.attempted
         assert not result.failed
+
+
+def test_every_test_that_the_pitfalls_page_names_exists():
+    root = Path(__file__).parent
+    page = (root.parent / "docs" / "pitfalls.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and line[2].isdigit()]
+    assert len(rows) >= 24
+    code = "\n".join(path.read_text() for path in root.rglob("test_*.py"))
+    for row in rows:
+        for name in row.split("|")[4].replace("`", "").split(","):
+            name = name.strip()
+            assert f"def {name}(" in code or f"class {name}" in code or (list(root.rglob(name))), (
+                name
+            )

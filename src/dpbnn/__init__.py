@@ -13,8 +13,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 _EXPORTS = {
+    "dpbnn.contributions": ("DenseContributions", "UnsupportedModel", "attach"),
+    "dpbnn.networks": ("cnn", "mlp", "to_gaussian"),
     "dpbnn.privacy.accountants": ("ACCOUNTANTS",),
+    "dpbnn.privacy.audit": ("PrivacyBug", "Replay", "replay"),
     "dpbnn.privacy.events": ("Event", "UnsupportedEvent"),
+    "dpbnn.privacy.gate": ("Gate",),
     "dpbnn.privacy.langevin": (
         "gdp_mu",
         "gdp_noise_multiplier",
@@ -27,18 +31,22 @@ _EXPORTS = {
         "sgld_plan",
     ),
     "dpbnn.privacy.ledger": ("BudgetExceeded", "Ledger", "LedgerCorrupted"),
+    "dpbnn.privacy.noise": ("NoiseSource",),
     "dpbnn.privacy.passes": ("compare_passes",),
     "dpbnn.privacy.plan": ("ComposedPlan", "Plan", "compose", "plan"),
     "dpbnn.privacy.relation": ("Relation",),
     "dpbnn.privacy.sampling": ("FixedSize", "FullBatch", "Partition", "Poisson", "Sampler"),
     "dpbnn.privacy.statement": ("PrivacyStatement",),
 }
+_CALLABLE = ("contributions",)  # a subpackage that is a function as well
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
-__all__ = [*sorted(_MODULE_OF), "__version__"]
+__all__ = [*sorted((*_MODULE_OF, *_CALLABLE)), "__version__"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _CALLABLE:
+        return importlib.import_module(f"dpbnn.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'dpbnn' has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULE_OF[name]), name)
@@ -51,8 +59,17 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from dpbnn.contributions import (
+        DenseContributions,
+        UnsupportedModel,
+        attach,
+        contributions,
+    )
+    from dpbnn.networks import cnn, mlp, to_gaussian
     from dpbnn.privacy.accountants import ACCOUNTANTS
+    from dpbnn.privacy.audit import PrivacyBug, Replay, replay
     from dpbnn.privacy.events import Event, UnsupportedEvent
+    from dpbnn.privacy.gate import Gate
     from dpbnn.privacy.langevin import (
         gdp_mu,
         gdp_noise_multiplier,
@@ -65,6 +82,7 @@ if TYPE_CHECKING:
         sgld_plan,
     )
     from dpbnn.privacy.ledger import BudgetExceeded, Ledger, LedgerCorrupted
+    from dpbnn.privacy.noise import NoiseSource
     from dpbnn.privacy.passes import compare_passes
     from dpbnn.privacy.plan import ComposedPlan, Plan, compose, plan
     from dpbnn.privacy.relation import Relation

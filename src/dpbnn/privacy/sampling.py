@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import hashlib
 import math
@@ -17,6 +18,11 @@ from dpbnn.privacy.events import Event
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+FROZEN_KEY: contextvars.ContextVar[bytes | None] = contextvars.ContextVar(
+    "frozen_key", default=None
+)
+"""Takes the place of a fresh key while an audit replays a run."""
 
 __all__ = ["FixedSize", "FullBatch", "Partition", "Poisson", "Sampler", "sampler"]
 
@@ -59,6 +65,10 @@ class Sampler(ABC):
         exact = Fraction(epochs).limit_denominator(10**6) * self.n / Fraction(self.batch_size)
         return math.ceil(exact)
 
+    def size(self, step: int) -> int | None:
+        """Return the size of batch `step`, or None where it is random."""
+        return int(self.batch_size)
+
     def event(self, noise_multiplier: float, count: int = 1, start: int = 0) -> Event:
         """Return the event of releasing batches `start` to `start + count - 1` with this noise."""
         return Event(
@@ -87,7 +97,7 @@ class Sampler(ABC):
         import torch
 
         if key is None:
-            key = secrets.token_bytes(32)
+            key = FROZEN_KEY.get() or secrets.token_bytes(32)
         elif len(key) < 16:
             raise ValueError(f"key: has {len(key)} bytes, must have at least 16")
         for step in range(start, start + steps):
@@ -109,6 +119,10 @@ class Poisson(Sampler):
     """
 
     name = "poisson"
+
+    def size(self, step: int) -> int | None:
+        """Return None: the size is random."""
+        return None
 
     def _draw(self, step: int, generator: np.random.Generator) -> np.ndarray:
         size = generator.binomial(self.n, self.rate)
@@ -145,6 +159,11 @@ class Partition(Sampler):
     def steps(self, epochs: float) -> int:
         """Return the number of batches in `epochs` passes over the data, rounded up."""
         return math.ceil(Fraction(epochs).limit_denominator(10**6) * self.batches_per_pass)
+
+    def size(self, step: int) -> int | None:
+        """Return the size of batch `step`: the last of a pass may be smaller."""
+        first = (step % self.batches_per_pass) * int(self.batch_size)
+        return min(int(self.batch_size), self.n - first)
 
     def _draw(self, step: int, generator: np.random.Generator) -> np.ndarray:
         import numpy as np

@@ -1,0 +1,289 @@
+"""What per-example clipping costs, side by side with other libraries, in one interleaved run.
+
+    python -m benchmarks.clipping [--device cuda] [--rounds 30] [--models mlp,cnn] [--json FILE]
+
+A step is everything up to a gradient that an optimizer could use: forward, backward, clipping, sum,
+noise. Times are ratios to the plain non-private step of the same model; every round runs every
+contender once, in changing order, and the median over rounds of the ratio within a round is
+reported. Memory is the peak of one step above the model and its data, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dpbnn
+
+CLIP, SIGMA = 1.0, 1.0
+Step = Callable[[], object]
+
+
+class Encoder(nn.Module):
+    """A transformer encoder of 4 layers, width 256, over sequences of 128 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1000, 256)
+        layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(256, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(tokens)).mean(1))
+
+
+def images(count: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 1, 28, 28), torch.randint(0, 10, (count,))
+
+
+def tokens(count: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(0, 1000, (count, 128)), torch.randint(0, 10, (count,))
+
+
+MODELS: dict[str, tuple[str, Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]]]] = {
+    "mlp": ("MLP 784-1200-1200-10, batch 256", dpbnn.mlp, lambda: images(256)),
+    "cnn": ("CNN of the DP-BNN paper, batch 256", dpbnn.cnn, lambda: images(256)),
+    "gaussian": (
+        "Gaussian MLP 784-1200-1200-10, batch 256, (mu, rho) clipped jointly",
+        lambda: dpbnn.to_gaussian(dpbnn.mlp()),
+        lambda: images(256),
+    ),
+    "gaussian-weights": (
+        "Gaussian MLP 784-1200-1200-10, batch 256, drawn weights clipped",
+        lambda: dpbnn.to_gaussian(dpbnn.mlp()),
+        lambda: images(256),
+    ),
+    "encoder": ("Transformer encoder 4 x 256, sequence 128, batch 32", Encoder, lambda: tokens(32)),
+}
+
+
+def plain(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step:
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        F.cross_entropy(model(x), y).backward()
+
+    return step
+
+
+def ours(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step:
+    space = "parameters" if name == "gaussian" else "weights"
+    attached = dpbnn.attach(model, "categorical", space=space)
+    gate = dpbnn.Gate(clip=CLIP, noise_multiplier=SIGMA if noise else 0.0)
+    gate.reserve(10**5)
+
+    def step() -> object:
+        return gate(attached(x, y))
+
+    return step
+
+
+def vmap(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step:
+    parameters = {k: v.detach() for k, v in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        out = torch.func.functional_call(model, parameters, (x.unsqueeze(0),))
+        return F.cross_entropy(out, y.unsqueeze(0))
+
+    gradients = torch.func.vmap(torch.func.grad(loss), (None, 0, 0), randomness="same")
+
+    def step() -> dict[str, Tensor]:
+        g = gradients(parameters, x, y)
+        norms = torch.stack([v.flatten(1).norm(dim=1) for v in g.values()]).norm(dim=0)
+        w = (CLIP / norms).clamp(max=1.0)
+        sums = {k: torch.tensordot(w, v, 1) for k, v in g.items()}
+        if noise:
+            for v in sums.values():
+                v += SIGMA * CLIP * torch.randn_like(v)
+        return sums
+
+    return step
+
+
+def opacus_hooks(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step:
+    from opacus import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    wrapped = GradSampleModule(model)
+    sgd = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    sigma = SIGMA if noise else 0.0
+    optimizer = DPOptimizer(
+        sgd, noise_multiplier=sigma, max_grad_norm=CLIP, expected_batch_size=len(x)
+    )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(x), y).backward()
+        optimizer.pre_step()
+
+    return step
+
+
+def opacus_ghost(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step:
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+    from opacus.optimizers import DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+    wrapped = GradSampleModuleFastGradientClipping(
+        model, max_grad_norm=CLIP, use_ghost_clipping=True
+    )
+    sgd = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    sigma = SIGMA if noise else 0.0
+    optimizer = DPOptimizerFastGradientClipping(
+        sgd, noise_multiplier=sigma, max_grad_norm=CLIP, expected_batch_size=len(x)
+    )
+    criterion = DPLossFastGradientClipping(wrapped, optimizer, nn.CrossEntropyLoss())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        criterion(wrapped(x), y).backward()
+        optimizer.pre_step()
+
+    return step
+
+
+CONTENDERS: dict[str, Callable[..., Step]] = {
+    "dpbnn": ours,
+    "Opacus ghost": opacus_ghost,
+    "Opacus hooks": opacus_hooks,
+    "torch.func vmap": vmap,
+}
+
+
+def build(name: str, contender: str, noise: bool, device: str) -> Step:
+    torch.manual_seed(0)
+    _, make, data = MODELS[name]
+    model = make().to(device)
+    x, y = (t.to(device) for t in data())
+    return {"plain": plain, **CONTENDERS}[contender](name, model, x, y, noise)
+
+
+def timed(step: Step, device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def times(name: str, rounds: int, device: str) -> tuple[float, dict[str, dict[str, float]]]:
+    """Return the plain step's seconds, and per contender its ratios without and with noise."""
+    steps: dict[tuple[str, bool], Step] = {("plain", False): build(name, "plain", False, device)}
+    for contender in CONTENDERS:
+        for noise in (False, True):
+            try:
+                step = build(name, contender, noise, device)
+                step()
+            except Exception as error:
+                print(f"  {contender} cannot run {name}: {type(error).__name__}", flush=True)
+                break
+            steps[contender, noise] = step
+    for step in steps.values():
+        step()
+    seconds: dict[tuple[str, bool], list[float]] = {key: [] for key in steps}
+    slow: set[tuple[str, bool]] = set()
+    chance = random.Random(0)
+    for index in range(rounds):
+        order = list(steps)
+        chance.shuffle(order)
+        for key in order:
+            if key in slow and index % 10:
+                continue
+            seconds[key].append(timed(steps[key], device))
+        if index == 0:
+            base = seconds["plain", False][0]
+            slow = {key for key, values in seconds.items() if values[0] > 10 * base}
+    base = statistics.median(seconds["plain", False])
+    ratios: dict[str, dict[str, float]] = {}
+    for (contender, noise), values in seconds.items():
+        label = "with noise" if noise else "clip only"
+        ratios.setdefault(contender, {})[label] = statistics.median(values) / base
+    return base, ratios
+
+
+def _peak(name: str, contender: str, device: str, results: object) -> None:
+    step = build(name, contender, True, device)
+    if device == "cuda":
+        step()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+        used = torch.cuda.max_memory_allocated() - before
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
+        step()
+        used = _status("VmHWM") - before
+    results.put(used / 2**20)  # type: ignore[attr-defined]
+
+
+def _status(field: str) -> int:
+    text = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{field}:\s+(\d+) kB", text)[1]) * 1024  # type: ignore[index]
+
+
+def memory(name: str, contender: str, device: str) -> float | None:
+    """Return the peak megabytes of a first step above set-up, or None if it cannot run."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    worker = context.Process(target=_peak, args=(name, contender, device, results))
+    worker.start()
+    worker.join(600)
+    return results.get() if worker.exitcode == 0 else None
+
+
+def report(name: str, rounds: int, device: str) -> dict[str, object]:
+    title = MODELS[name][0]
+    base, ratios = times(name, rounds, device)
+    rows = {c: {**ratios[c], "memory MB": memory(name, c, device)} for c in ratios}
+    print(f"\n**{title}** (plain step {1e3 * base:.1f} ms)\n")
+    print("| | clip only | with noise | peak memory |\n|---|---|---|---|")
+    plain_memory = rows["plain"]["memory MB"]
+    for contender, row in rows.items():
+        used = row["memory MB"]
+        share = f"{used:.0f} MB ({used / plain_memory:.2f} x)" if used and plain_memory else "-"
+        values = [f"{row[k]:.2f}" if k in row else "-" for k in ("clip only", "with noise")]
+        print(f"| {contender} | {' | '.join(values)} | {share} |", flush=True)
+    return {"title": title, "plain_ms": 1e3 * base, "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.device == "cpu":
+        torch.set_num_threads(min(2, os.cpu_count() or 1))
+        print(f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    else:
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    results = {
+        name: report(name, arguments.rounds, arguments.device)
+        for name in arguments.models.split(",")
+    }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

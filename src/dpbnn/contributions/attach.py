@@ -1,0 +1,425 @@
+"""Attaching a model and a likelihood: validation, then contributions batch by batch."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dpbnn.contributions.base import Contributions, UnsupportedModel
+from dpbnn.contributions.fallback import replayed
+from dpbnn.contributions.network import Draws, Microbatched, NetworkContributions
+from dpbnn.contributions.rules import Recorder, Unit, rule_for
+from dpbnn.contributions.tape import Discovery, Draw, Key, Tape, frozen, replaced_forwards
+from dpbnn.likelihoods import Likelihood
+from dpbnn.likelihoods import likelihood as named_likelihood
+from dpbnn.networks import GaussianLayer
+
+Space = Literal["weights", "parameters"]
+LikelihoodLike = str | Likelihood | Callable[[Any, Any], Tensor]
+DataFree = Mapping[str, Tensor] | Callable[[Draws], Mapping[str, Tensor]]
+Inputs = Tensor | tuple[Tensor, ...]
+
+
+def _arguments(x: Inputs) -> tuple[Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+def _log_prob(likelihood: LikelihoodLike) -> Callable[[Any, Any], Tensor]:
+    if isinstance(likelihood, str):
+        return named_likelihood(likelihood).log_prob
+    if isinstance(likelihood, nn.modules.loss._Loss):
+        raise UnsupportedModel(
+            f"likelihood={type(likelihood).__name__} is a loss; pass a per-example log-likelihood "
+            "such as 'categorical' or 'gaussian', or a function (outputs, y) -> log_prob [batch]."
+        )
+    if isinstance(likelihood, Likelihood):
+        return likelihood.log_prob
+    if callable(likelihood):
+        return likelihood
+    raise TypeError(
+        f"likelihood={likelihood!r} has no log_prob; pass 'categorical', 'gaussian', an object "
+        "with log_prob(outputs, y), or a function (outputs, y) -> log_prob [batch]."
+    )
+
+
+def describe(model: nn.Module, path: str) -> str:
+    """Return a module's dotted path and class."""
+    module, found = model, ""
+    for part in path.split(".") if path else []:
+        child = module._modules.get(part)
+        if child is None:
+            break
+        module, found = child, f"{found}.{part}".strip(".")
+    return f"{found or 'the model'!r} ({type(module).__name__})"
+
+
+def _flags(modules: list[nn.Module]) -> list[bool]:
+    held = [p for module in modules for p in module._parameters.values()]
+    return [p.requires_grad for p in held if p is not None]
+
+
+_STATEFUL = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+
+def refuse_coupling(model: nn.Module) -> None:
+    """Raise for modules that mix examples or keep statistics of the batch."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (
+            module.training or module.running_mean is None
+        ):
+            raise UnsupportedModel(
+                f"{describe(model, path)} mixes the examples of a batch; replace it by "
+                "torch.nn.GroupNorm(groups, "
+                f"{module.num_features}), or call .eval() on it."
+            )
+        if (
+            isinstance(module, nn.modules.instancenorm._InstanceNorm)
+            and module.training
+            and (module.track_running_stats)
+        ):
+            raise UnsupportedModel(
+                f"{describe(model, path)} keeps running statistics of the data; use "
+                "track_running_stats=False or "
+                "torch.nn.GroupNorm."
+            )
+
+
+class Attached:
+    """A model and a likelihood that yield contributions; see `attach`.
+
+    Attributes:
+        held: the model where the attachment keeps it alive; None where it lives with the model.
+    """
+
+    held: nn.Module | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: LikelihoodLike,
+        *,
+        space: Space = "weights",
+        draws: int = 1,
+        data_free: DataFree | None = None,
+        generator: torch.Generator | None = None,
+        microbatch_size: int | None = None,
+    ) -> None:
+        if space not in ("weights", "parameters"):
+            raise ValueError(f"space={space!r} is not 'weights' or 'parameters'; pass one of them.")
+        if draws < 1:
+            raise ValueError(f"draws={draws} must be at least 1; pass draws=1.")
+        if microbatch_size is not None and microbatch_size < 1:
+            raise ValueError(f"microbatch_size={microbatch_size} must be at least 1, or None.")
+        self._model = weakref.ref(model)
+        self.likelihood, self.log_prob = likelihood, _log_prob(likelihood)
+        self.space, self.data_free, self.generator = space, data_free, generator
+        self.microbatch_size = microbatch_size
+        self._gaussian = {
+            path: module
+            for path, module in model.named_modules()
+            if isinstance(module, GaussianLayer)
+        }
+        self.draws = draws if self._gaussian else 1
+        self._gaussian_paths = list(self._gaussian)
+        del self._gaussian
+        refuse_coupling(model)
+        self._flags = _flags(list(model.modules()))
+        if not any(self._flags):
+            raise UnsupportedModel(
+                f"{type(model).__name__} has no trainable parameter; set requires_grad."
+            )
+        self._released = self._released_names(model)
+        self.units = self._units(model)
+        parameter = next(model.parameters())
+        self.device = parameter.device
+        self.dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        self._layouts: dict[Any, dict[Key, str]] = {}
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the model."""
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the attached model no longer exists; keep a reference to it.")
+        return model
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Return the names and shapes that contributions have."""
+        return dict(self._shapes)
+
+    def _released_names(self, model: nn.Module) -> dict[int, str]:
+        drawn = set()
+        self._shapes: dict[str, torch.Size] = {}
+        if self.space == "weights":
+            drawn = {f"{p}.{n}".strip(".") for p in self._gaussian_paths for n in _OF_GAUSSIAN}
+        released = {}
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            out = name.rpartition("_")[0] if name in drawn else name
+            released[id(parameter)] = out
+            self._shapes[out] = parameter.shape
+        return released
+
+    def _units(self, model: nn.Module) -> list[Unit]:
+        units: list[Unit] = []
+        held: set[int] = set()
+
+        def walk(module: nn.Module, path: str) -> None:
+            if id(module) in held:
+                return
+            held.add(id(module))
+            own = {
+                name: self._released[id(p)]
+                for name, p in module._parameters.items()
+                if p is not None and id(p) in self._released
+            }
+            rule = rule_for(module)
+            whole = isinstance(module, nn.MultiheadAttention) and any(
+                p.requires_grad for p in module.parameters()
+            )
+            if own or whole:
+                names = {
+                    name: self._released[id(p)]
+                    for name, p in module.named_parameters()
+                    if id(p) in self._released
+                }
+                if isinstance(module, GaussianLayer):
+                    if rule is None:
+                        raise UnsupportedModel(
+                            f"{describe(model, path)} has its own forward; record GaussianLinear "
+                            "or GaussianConv2d as they are."
+                        )
+                    if self.space == "weights":
+                        names = {key.rpartition("_")[0]: value for key, value in names.items()}
+                units.append(Unit(path, rule or replayed, names))
+                held.update(id(m) for m in module.modules())
+                return
+            if rule is not None and isinstance(module, GaussianLayer):
+                units.append(Unit(path, rule, {}))
+                return
+            for name, child in module.named_children():
+                walk(child, f"{path}.{name}".strip("."))
+
+        walk(model, "")
+        return units
+
+    def draw(self) -> list[Draw]:
+        """Return fresh standard normal draws, one set of weights per draw."""
+        model = self.model
+        result: list[Draw] = []
+        for _ in range(self.draws):
+            layers = {path: model.get_submodule(path) for path in self._gaussian_paths}
+            result.append(
+                {
+                    path: layer.draw(self.generator)
+                    for path, layer in layers.items()
+                    if isinstance(layer, GaussianLayer)
+                }
+            )
+        return result
+
+    def _forward(self, recorder: Recorder, x: tuple[Tensor, ...], y: Tensor) -> Tensor:
+        model = self.model
+        modules = {unit: model.get_submodule(unit.path) for unit in self.units}
+        forwards = {m: unit.rule(m, unit, recorder) for unit, m in modules.items()}
+        with replaced_forwards(forwards):
+            log_prob = self.log_prob(model(*x), y)
+        if not isinstance(log_prob, Tensor) or log_prob.shape != (recorder.batch,):
+            shape = tuple(log_prob.shape) if isinstance(log_prob, Tensor) else type(log_prob)
+            raise UnsupportedModel(
+                f"likelihood {self.likelihood!r} returned {shape} for {recorder.batch} examples; "
+                "return one log-probability per example, without a mean or sum over the batch."
+            )
+        return log_prob
+
+    def record(
+        self,
+        x: tuple[Tensor, ...],
+        y: Tensor,
+        draws: list[Draw],
+        data_free: Mapping[str, Tensor],
+        found: Mapping[Key, str],
+    ) -> NetworkContributions:
+        """Return the contributions of a batch at given draws."""
+        model, batch = self.model, len(y)
+        sites = []
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        for draw in draws if batch else []:
+            tape = Tape(batch, draw, found, lambda path: describe(model, path))
+            with torch.enable_grad(), frozen(parameters):
+                nll = self._forward(tape, x, y).sum() / -len(draws)
+                sites += tape.sites(nll)
+        return NetworkContributions(
+            sites, batch, self._shapes, self.device, self.dtype, data_free, public(draws)
+        )
+
+    def discover(self, x: tuple[Tensor, ...], y: Tensor, draw: Draw) -> Discovery:
+        """Return the shapes of all layer outputs for a batch."""
+        discovery = Discovery(len(y), draw)
+        with torch.no_grad():
+            self._forward(discovery, x, y)
+        return discovery
+
+    def _constants(self, given: DataFree | None, draws: list[Draw]) -> dict[str, Tensor]:
+        given = self.data_free if given is None else given
+        constants = dict(given(public(draws)) if callable(given) else given or {})
+        for name, value in constants.items():
+            if name not in self._shapes or value.shape != self._shapes[name]:
+                raise ValueError(
+                    f"data_free[{name!r}] has shape {tuple(value.shape)}; contributions have "
+                    f"{ {n: tuple(s) for n, s in self._shapes.items()} }."
+                )
+        return constants
+
+    @staticmethod
+    def _signature(x: tuple[Tensor, ...], y: Tensor, modules: list[nn.Module]) -> Any:
+        modes = tuple(module.training for module in modules)
+        return tuple((t.dim(), t.dtype) for t in (*x, y)), modes
+
+    def probe(self, x: Inputs, y: Tensor) -> None:
+        """Check on a few public examples that contributions are per example and complete."""
+        from dpbnn.contributions.probe import probe
+
+        arguments = _arguments(x)
+        self._layouts[self._signature(arguments, y, list(self.model.modules()))] = probe(
+            self, arguments, y
+        )
+
+    def __call__(self, x: Inputs, y: Tensor, data_free: DataFree | None = None) -> Contributions:
+        """Return the contributions of a batch.
+
+        Args:
+            x: the model's input, or a tuple of its positional inputs.
+            y: targets, one row per example.
+            data_free: gradients inside the clip for this batch, instead of those attached.
+        """
+        model, arguments = self.model, _arguments(x)
+        modules = list(model.modules())
+        if _flags(modules) != self._flags:
+            raise UnsupportedModel(
+                "parameters were frozen, unfrozen, added or removed after attaching; attach again."
+            )
+        if any(isinstance(module, _STATEFUL) for module in modules):
+            refuse_coupling(model)
+        lengths = {len(t) for t in (*arguments, y)}
+        if len(lengths) != 1:
+            raise ValueError(f"inputs and targets have {sorted(lengths)} rows; give equally many.")
+        signature = self._signature(arguments, y, modules)
+        if signature not in self._layouts:
+            from dpbnn.contributions.probe import probe, synthetic
+
+            self._layouts[signature] = probe(self, *synthetic(model, arguments, y))
+        found, draws = self._layouts[signature], self.draw()
+        constants = self._constants(data_free, draws)
+        size = self.microbatch_size
+        if size is None or len(y) <= size:
+            return self.record(arguments, y, draws, constants, found)
+
+        def piece(start: int, stop: int) -> NetworkContributions:
+            part = tuple(t[start:stop] for t in arguments)
+            return self.record(part, y[start:stop], draws, constants, found)
+
+        starts = [*range(0, len(y), size), len(y)]
+        return Microbatched(piece, starts, self._shapes, self.device, public(draws))
+
+
+_OF_GAUSSIAN = ("weight_mu", "weight_rho", "bias_mu", "bias_rho")
+
+
+def public(draws: list[Draw]) -> Draws:
+    """Return draws by released weight path, as `contributions.draws` shows them."""
+    return [
+        {
+            f"{path}.{name}".strip("."): e
+            for path, layer in draw.items()
+            for name, e in layer.items()
+        }
+        for draw in draws
+    ]
+
+
+def attach(
+    model: nn.Module,
+    likelihood: LikelihoodLike,
+    *,
+    space: Space = "weights",
+    draws: int = 1,
+    data_free: DataFree | None = None,
+    generator: torch.Generator | None = None,
+    microbatch_size: int | None = None,
+) -> Attached:
+    """Return an object that turns batches (x, y) into contributions.
+
+    An example contributes the gradient of its negative log-likelihood with respect to the
+    trainable parameters. What cannot be taken per example is refused here, or by the probe that
+    runs before the first batch, with an error that names the module and the cure.
+
+    Args:
+        model: any network; it is left as it was.
+        likelihood: "categorical", "gaussian", an object with `log_prob(outputs, y)`, or a function
+            (outputs, y) -> log-probability per example.
+        space: for Gaussian layers, gradients with respect to the drawn "weights" or to the
+            "parameters" (mu, rho) jointly.
+        draws: number of weight draws that an example's gradient is the mean of.
+        data_free: data-independent gradients added to every example's contribution inside the
+            clip, by released name; or a function of the draws that returns them.
+        generator: draws the weights of Gaussian layers; None is their own.
+        microbatch_size: most examples recorded at once.
+    """
+    attached = Attached(
+        model,
+        likelihood,
+        space=space,
+        draws=draws,
+        data_free=data_free,
+        generator=generator,
+        microbatch_size=microbatch_size,
+    )
+    attached.held = model
+    return attached
+
+
+_attachments: weakref.WeakKeyDictionary[nn.Module, dict[Any, Attached]] = (
+    weakref.WeakKeyDictionary()
+)
+_MOST_ATTACHMENTS = 8
+
+
+def contributions(
+    model: nn.Module,
+    likelihood: LikelihoodLike,
+    x: Inputs,
+    y: Tensor,
+    *,
+    data_free: DataFree | None = None,
+    **options: Any,
+) -> Contributions:
+    """Return the contributions of one batch; the attachment is remembered as long as the model.
+
+    Args:
+        model: any network.
+        likelihood: as in `attach`.
+        x: the model's input, or a tuple of its positional inputs.
+        y: targets, one row per example.
+        data_free: as in `attach`.
+        options: further arguments of `attach`.
+    """
+    known = _attachments.setdefault(model, {})
+    flags = tuple(parameter.requires_grad for parameter in model.parameters())
+    identity = likelihood if isinstance(likelihood, str) else id(likelihood)
+    key = (
+        identity,
+        flags,
+        *sorted((k, id(v) if k == "generator" else v) for k, v in options.items()),
+    )
+    if key not in known:
+        if len(known) >= _MOST_ATTACHMENTS:
+            known.pop(next(iter(known)))
+        known[key] = Attached(model, likelihood, **options)
+    return known[key](x, y, data_free)

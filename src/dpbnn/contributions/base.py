@@ -1,0 +1,130 @@
+"""What an example contributes: norms and weighted sums, not matrices of gradients."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from dpbnn.contributions.rounding import INFLATION, accurate, full_precision, squares
+
+Weights = Tensor | Mapping[str, Tensor]
+"""One weight per example, or per released name one weight per example."""
+
+
+class UnsupportedModel(ValueError):
+    """A model or likelihood whose contributions cannot be taken per example."""
+
+
+class Contributions(ABC):
+    """Per-example vectors c_i that can be clipped and summed without being materialised.
+
+    An example whose contribution is not finite, or whose squared norm exceeds float32, counts as
+    zero: its norm is 0 and it is absent from every sum.
+    """
+
+    batch_size: int
+    shapes: Mapping[str, torch.Size]
+    device: torch.device
+
+    @abstractmethod
+    def squared_norms(self) -> dict[str, Tensor]:
+        """Return |c_i|^2 per released name, never below the truth (float64, [batch])."""
+
+    @abstractmethod
+    def weighted_sum(self, w: Weights) -> dict[str, Tensor]:
+        """Return sum_i w_i c_i per released name, in float32 or better."""
+
+    @abstractmethod
+    def inner(self, other: Contributions) -> Tensor:
+        """Return the inner products <c_i, d_j> with another batch's contributions (float64)."""
+
+    def norms(self) -> Tensor:
+        """Return |c_i| over all released names, never below the truth (float64, [batch])."""
+        total = torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
+        for values in self.squared_norms().values():
+            total = total + values
+        return total.sqrt()
+
+    def gram(self) -> Tensor:
+        """Return the inner products <c_i, c_j> (float64, [batch, batch])."""
+        return self.inner(self)
+
+    def chunks(self) -> Iterator[Contributions]:
+        """Yield contributions whose examples, in order, make up this batch."""
+        yield self
+
+    def per_name(self, w: Weights) -> dict[str, Tensor]:
+        """Return the weights of every released name, checked for shape."""
+        given = w if isinstance(w, Mapping) else dict.fromkeys(self.shapes, w)
+        if given.keys() != self.shapes.keys():
+            raise ValueError(
+                f"weights for {sorted(given)} were given, contributions have "
+                f"{sorted(self.shapes)}; give one weight tensor per name, or one for all."
+            )
+        for name, values in given.items():
+            if values.shape != (self.batch_size,):
+                raise ValueError(
+                    f"weights of {name!r} have shape {tuple(values.shape)}; "
+                    f"give one per example: ({self.batch_size},)."
+                )
+        return dict(given)
+
+
+def masked(values: Tensor, finite: Tensor) -> Tensor:
+    """Return the values with the rows of non-finite examples replaced by zero."""
+    return values.masked_fill(~finite.view(-1, *[1] * (values.dim() - 1)), 0.0)
+
+
+class DenseContributions(Contributions):
+    """Contributions that are plain tensors.
+
+    Args:
+        values: [batch, ...], or one such tensor per released name.
+    """
+
+    def __init__(self, values: Tensor | Mapping[str, Tensor]) -> None:
+        named = dict(values) if isinstance(values, Mapping) else {"value": values}
+        if not named:
+            raise ValueError("no values were given; give at least one tensor [batch, ...].")
+        sizes = {name: len(tensor) for name, tensor in named.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"batch sizes {sizes} differ; every tensor needs the same first axis.")
+        self.batch_size = next(iter(sizes.values()))
+        self.shapes = {name: tensor.shape[1:] for name, tensor in named.items()}
+        self.device = next(iter(named.values())).device
+        flat = {
+            name: accurate(tensor.detach()).reshape(self.batch_size, self.shapes[name].numel())
+            for name, tensor in named.items()
+        }
+        raw = {name: squares(tensor) for name, tensor in flat.items()}
+        finite = torch.stack(list(raw.values())).sum(0).isfinite()
+        self._flat = {name: masked(tensor, finite) for name, tensor in flat.items()}
+        self._squares = {
+            name: masked(tensor, finite) * INFLATION**2 for name, tensor in raw.items()
+        }
+
+    def squared_norms(self) -> dict[str, Tensor]:
+        """Return |c_i|^2 per released name, never below the truth (float64, [batch])."""
+        return dict(self._squares)
+
+    def weighted_sum(self, w: Weights) -> dict[str, Tensor]:
+        """Return sum_i w_i c_i per released name, in float32 or better."""
+        with full_precision(self.device):
+            return {
+                name: (values.to(self._flat[name]) @ self._flat[name]).view(self.shapes[name])
+                for name, values in self.per_name(w).items()
+            }
+
+    def inner(self, other: Contributions) -> Tensor:
+        """Return the inner products <c_i, d_j> with another batch's contributions (float64)."""
+        if not isinstance(other, DenseContributions) or other.shapes != self.shapes:
+            raise TypeError("inner products need contributions of the same kind and shapes.")
+        total = torch.zeros(
+            self.batch_size, other.batch_size, dtype=torch.float64, device=self.device
+        )
+        for name, values in self._flat.items():
+            total += values.double() @ other._flat[name].double().T
+        return total

@@ -1,0 +1,119 @@
+"""Any other per-example module: its gradients by torch.func, from recorded inputs and g."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from dpbnn.contributions.base import UnsupportedModel
+from dpbnn.contributions.rounding import accurate
+from dpbnn.contributions.rules import Forward, Recorder, Unit
+from dpbnn.contributions.sites import Instantiated, Site
+from dpbnn.contributions.tape import Discovery
+
+KEPT = 1 << 22
+"""Numbers up to which instantiated gradients are kept for the sum."""
+
+
+class Replayed(Instantiated):
+    """A module whose gradients come from replaying it per example at its recorded inputs."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: dict[str, str],
+        inputs: list[Any],
+        batched: list[bool],
+        g: Tensor,
+    ) -> None:
+        self.module, self.inputs, self.batched, self.g = module, inputs, batched, g
+        self.batch, self.data_free = len(g), {}
+        parameters = dict(module.named_parameters())
+        self.names = names
+        self.shapes = {released: parameters[own].shape for own, released in names.items()}
+        self._parameters = {own: parameters[own].detach() for own in names}
+        self._versions = [p._version for p in self._parameters.values()]
+        self._kept: dict[str, Tensor] | None = None
+
+    def instantiate(self, rows: slice) -> dict[str, Tensor]:
+        """Return the contributions of some examples without the data-free part."""
+        if self._kept is None and self.batch * sum(s.numel() for s in self.shapes.values()) <= KEPT:
+            self._kept = self._replay(slice(0, self.batch))
+        if self._kept is not None:
+            return {name: values[rows] for name, values in self._kept.items()}
+        return self._replay(rows)
+
+    def _replay(self, rows: slice) -> dict[str, Tensor]:
+        if [p._version for p in self._parameters.values()] != self._versions:
+            raise RuntimeError("parameters changed before the contributions were summed.")
+
+        def objective(parameters: dict[str, Tensor], inputs: list[Any], g: Tensor) -> Tensor:
+            arguments = [
+                x.unsqueeze(0) if b else x for x, b in zip(inputs, self.batched, strict=True)
+            ]
+            out = functional_call(self.module, parameters, tuple(arguments))
+            return (accurate(out) * g.unsqueeze(0)).sum()
+
+        inputs = [x[rows] if b else x for x, b in zip(self.inputs, self.batched, strict=True)]
+        dims = [0 if b else None for b in self.batched]
+        with torch.enable_grad():
+            gradients = vmap(grad(objective), (None, dims, 0))(
+                self._parameters, inputs, self.g[rows]
+            )
+        return {name: accurate(gradients[own].detach()) for own, name in self.names.items()}
+
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor) -> dict[str, Tensor]:
+        """Return sum_i w_i c_i without the data-free part and without the bad examples."""
+        sums: dict[str, Tensor] = {}
+        finite = torch.ones(self.batch, dtype=torch.bool, device=bad.device)
+        finite.index_fill_(0, bad, False)
+        for rows in self.slices():
+            for name, part in self.instantiate(rows).items():
+                here = finite[rows].view(-1, *[1] * (part.dim() - 1))
+                value = w[name][rows].to(part) @ part.where(here, 0.0).flatten(1)
+                sums[name] = sums[name] + value if name in sums else value
+        return {name: value.view(self.shapes[name]) for name, value in sums.items()}
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """Return the states of the generators that a forward pass may draw from."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def replayed(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
+    """Record a module's inputs and output gradient, to be replayed per example."""
+    original: Callable[..., Any] = module.forward
+    described = f"{unit.path or 'the model'!r} ({type(module).__name__})"
+
+    def forward(*inputs: Any, **options: Any) -> Any:
+        device = next(module.parameters()).device
+        before = random_state(device) if isinstance(tape, Discovery) else []
+        z = original(*inputs, **options)
+        if isinstance(tape, Discovery):
+            drawn = zip(before, random_state(device), strict=True)
+            if not all(torch.equal(one, two) for one, two in drawn):
+                raise UnsupportedModel(
+                    f"{described} holds parameters of its own and draws random numbers, which "
+                    "cannot be replayed; move the parameters or the dropout to a module of its own."
+                )
+        if options or not isinstance(z, Tensor) or not inputs or not isinstance(inputs[0], Tensor):
+            raise UnsupportedModel(
+                f"{described} has no rule of its own and takes or returns more than tensors; "
+                "wrap it in a module that maps positional tensors to one tensor."
+            )
+        kept = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
+        batched = [isinstance(x, Tensor) and x.shape[:1] == (tape.batch,) for x in inputs]
+
+        def build(a: Tensor, g: Tensor) -> list[Site]:
+            if g.shape[1] != 1:
+                raise UnsupportedModel(f"{described} does not keep examples on its first axis.")
+            return [Replayed(module, unit.names, kept, batched, g[:, 0])]
+
+        return tape.tap(unit.path, inputs[0], z, build)
+
+    return forward

@@ -1,0 +1,183 @@
+"""Contributions of a network: what one recorded batch leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dpbnn.contributions.base import Contributions, Weights
+from dpbnn.contributions.rounding import INFLATION, full_precision
+from dpbnn.contributions.sites import Direct, Site, merge
+
+Draws = list[dict[str, Tensor]]
+"""Per draw, the standard normal e of every drawn weight, by released weight path."""
+
+
+class NetworkContributions(Contributions):
+    """Gradients of the negative log-likelihood of each example, held as layer inputs and g.
+
+    Args:
+        sites: what the recorded layers left.
+        batch_size: number of examples.
+        shapes: released names and shapes.
+        device: where the model is.
+        dtype: of the sums of names that no layer contributed to.
+        data_free: gradients added to every example's contribution.
+        draws: standard normal draws the batch was run at.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        batch_size: int,
+        shapes: Mapping[str, torch.Size],
+        device: torch.device,
+        dtype: torch.dtype,
+        data_free: Mapping[str, Tensor],
+        draws: Draws,
+    ) -> None:
+        self.batch_size, self.shapes, self.device, self.draws = batch_size, shapes, device, draws
+        self._dtype = dtype
+        self._squares: dict[str, Tensor] | None = None
+        seen = {name for site in sites for name in site.shapes}
+        unused = [
+            Direct(
+                [name],
+                [
+                    (
+                        torch.zeros(batch_size, *shapes[name], dtype=dtype, device=device),
+                        None,
+                        0.0,
+                    )
+                ],
+            )
+            for name in data_free
+            if name not in seen and batch_size
+        ]
+        self._sites = merge([*sites, *unused])
+        for site in self._sites:
+            site.data_free = {n: d.detach() for n, d in data_free.items() if n in site.shapes}
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
+
+    def _norms(self) -> tuple[dict[str, Tensor], Tensor]:
+        if self._squares is None:
+            with full_precision(self.device):
+                raw: dict[str, Tensor] = {}
+                for site in self._sites:
+                    raw |= site.squared_norms()
+                stacked = torch.stack([raw.get(name, self._zeros()) for name in self.shapes])
+                self._bad = (~stacked.sum(0).isfinite()).nonzero().flatten()
+                stacked.mul_(INFLATION**2).index_fill_(1, self._bad, 0.0)
+                self._squares = dict(zip(self.shapes, stacked.unbind(), strict=True))
+        return self._squares, self._bad
+
+    def squared_norms(self) -> dict[str, Tensor]:
+        """Return |c_i|^2 per released name, never below the truth (float64, [batch])."""
+        return dict(self._norms()[0])
+
+    def weighted_sum(self, w: Weights) -> dict[str, Tensor]:
+        """Return sum_i w_i c_i per released name, in float32 or better."""
+        bad = self._norms()[1]
+        given = self.per_name(w)
+        once: dict[int, Tensor] = {}
+        for values in given.values():
+            if id(values) not in once:
+                once[id(values)] = values.detach().to(self.device).index_fill(0, bad, 0.0)
+        weights = {name: once[id(values)] for name, values in given.items()}
+        sums: dict[str, Tensor] = {}
+        with full_precision(self.device):
+            for site in self._sites:
+                sums |= site.weighted_sum(weights, bad)
+        return {
+            name: sums[name]
+            if name in sums
+            else torch.zeros(shape, dtype=self._dtype, device=self.device)
+            for name, shape in self.shapes.items()
+        }
+
+    def inner(self, other: Contributions) -> Tensor:
+        """Return the inner products <c_i, d_j> with another batch's contributions (float64)."""
+        if not isinstance(other, NetworkContributions) or other.shapes != self.shapes:
+            raise TypeError("inner products need contributions of the same kind and shapes.")
+        result = torch.zeros(
+            self.batch_size, other.batch_size, dtype=torch.float64, device=self.device
+        )
+        mine, theirs = self._norms()[1], other._norms()[1]
+        with full_precision(self.device):
+            for one, two in zip(self._sites, other._sites, strict=True):
+                result += one.inner(two, mine, theirs)
+        return result
+
+
+class Microbatched(Contributions):
+    """Contributions recorded chunk by chunk, each time they are asked for.
+
+    Model randomness is replayed: every pass over a chunk sees the same dropout masks, and all
+    chunks see the same weight draws.
+
+    Args:
+        record: records examples start to stop.
+        starts: first example of every chunk, and the end.
+        shapes: released names and shapes.
+        device: where the model is.
+        draws: standard normal draws the batch is run at.
+    """
+
+    def __init__(
+        self,
+        record: Callable[[int, int], NetworkContributions],
+        starts: Sequence[int],
+        shapes: Mapping[str, torch.Size],
+        device: torch.device,
+        draws: Draws,
+    ) -> None:
+        self.batch_size, self.shapes, self.device, self.draws = starts[-1], shapes, device, draws
+        self._record, self._starts = record, starts
+        self._states: dict[int, tuple[Tensor, list[Tensor]]] = {}
+
+    def _chunk(self, index: int) -> NetworkContributions:
+        devices = [self.device] if self.device.type == "cuda" else []
+        start, stop = self._starts[index], self._starts[index + 1]
+        if index not in self._states:
+            states = [torch.cuda.get_rng_state(device) for device in devices]
+            self._states[index] = (torch.get_rng_state(), states)
+            return self._record(start, stop)
+        with torch.random.fork_rng(devices):
+            cpu, others = self._states[index]
+            torch.set_rng_state(cpu)
+            for device, state in zip(devices, others, strict=True):
+                torch.cuda.set_rng_state(state, device)
+            return self._record(start, stop)
+
+    def chunks(self) -> Iterator[Contributions]:
+        """Yield contributions whose examples, in order, make up this batch."""
+        for index in range(len(self._starts) - 1):
+            yield self._chunk(index)
+
+    def squared_norms(self) -> dict[str, Tensor]:
+        """Return |c_i|^2 per released name, never below the truth (float64, [batch])."""
+        parts = [chunk.squared_norms() for chunk in self.chunks()]
+        return {name: torch.cat([part[name] for part in parts]) for name in self.shapes}
+
+    def weighted_sum(self, w: Weights) -> dict[str, Tensor]:
+        """Return sum_i w_i c_i per released name, in float32 or better."""
+        weights = self.per_name(w)
+        once = {id(values): values for values in weights.values()}
+        total: dict[str, Tensor] = {}
+        for chunk, start in zip(self.chunks(), self._starts, strict=False):
+            rows = slice(start, start + chunk.batch_size)
+            pieces = {key: values[rows] for key, values in once.items()}
+            part = chunk.weighted_sum({n: pieces[id(v)] for n, v in weights.items()})
+            total = {name: total[name] + v if name in total else v for name, v in part.items()}
+        return total
+
+    def inner(self, other: Contributions) -> Tensor:
+        """Return the inner products <c_i, d_j> with another batch's contributions (float64)."""
+        rows = []
+        for chunk in self.chunks():
+            rows.append(torch.cat([chunk.inner(piece) for piece in other.chunks()], 1))
+        return torch.cat(rows)

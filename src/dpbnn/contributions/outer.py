@@ -1,0 +1,423 @@
+"""Weights that multiply their input: gradients G = sum_t g_t a_t^T over positions t."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpbnn.contributions.rounding import row_squares, squares, sum_error
+from dpbnn.contributions.sites import CHUNK, Instantiated, Site, with_slack
+
+GRAM_COST = 3.0
+"""Price of a float64 multiplication in the Gram form against a float32 one."""
+MAX_PAIRED_DRAWS = 8
+"""Draws of a linear layer up to which products of pairs are cheaper than instantiation."""
+KEEP = 2.5
+"""Instantiated gradients are kept for the sum up to this many times the size of a and g."""
+
+
+class Factors(ABC):
+    """One use of a weight: its inputs a, its output gradients g, and k where rho is released.
+
+    Attributes:
+        a, g: as recorded.
+        scale: k = e * d std / d rho of this draw, shaped like the weight; or None.
+        groups, positions, columns, rows: G consists of `groups` blocks [rows, columns].
+    """
+
+    a: Tensor
+    g: Tensor
+    scale: Tensor | None
+    groups: int
+    positions: int
+    columns: int
+    rows: int
+
+    @abstractmethod
+    def factors(self, examples: slice) -> tuple[Tensor, Tensor]:
+        """Return a [batch * groups, T, columns] and g [batch * groups, T, rows]."""
+
+    @abstractmethod
+    def summed(self, w: Tensor, bad: Tensor) -> Tensor:
+        """Return sum_i w_i G_i, shaped like the weight."""
+
+    @abstractmethod
+    def magnitude(self) -> Tensor:
+        """Return a bound on sum_t |a_t| |g_t| per example (float64)."""
+
+    def blocks(self, weights: Tensor) -> Tensor:
+        """Return weight-shaped tensors in the order of a block's columns."""
+        return weights
+
+    def unblocked(self, blocks: Tensor) -> Tensor:
+        """Return flat blocks in the weight's shape."""
+        return torch.unflatten(blocks, -1, (self.rows, self.columns))
+
+    @property
+    def block_size(self) -> int:
+        """Return how many numbers an instantiated example needs at once."""
+        return self.groups * max(self.rows, self.positions) * self.columns
+
+    @property
+    def kept_size(self) -> int:
+        """Return how many numbers a and g hold per example."""
+        return (self.a.numel() + self.g.numel()) // max(1, len(self.g))
+
+
+def weighted_factors(a: Tensor, g: Tensor, w: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (w a, g) with zeros for the bad examples; g is changed in place."""
+    scaled = a * w.to(a).view(-1, *[1] * (a.dim() - 1))
+    return scaled.index_fill_(0, bad, 0.0), g.index_fill_(0, bad, 0.0)
+
+
+class LinearFactors(Factors):
+    """A linear map, a [batch, T, columns] and g [batch, T, rows]."""
+
+    def __init__(self, a: Tensor, g: Tensor, scale: Tensor | None = None) -> None:
+        self.a, self.g, self.scale, self.groups = a, g, scale, 1
+        self.positions, self.columns, self.rows = a.shape[1], a.shape[2], g.shape[2]
+
+    def factors(self, examples: slice) -> tuple[Tensor, Tensor]:
+        """Return a [batch * groups, T, columns] and g [batch * groups, T, rows]."""
+        return self.a[examples], self.g[examples]
+
+    def summed(self, w: Tensor, bad: Tensor) -> Tensor:
+        """Return sum_i w_i G_i = (w g)^T a."""
+        a, g = weighted_factors(self.a, self.g, w, bad)
+        return g.flatten(0, 1).T @ a.flatten(0, 1)
+
+    def magnitude(self) -> Tensor:
+        """Return a bound on sum_t |a_t| |g_t| per example (float64)."""
+        return (squares(self.a) * squares(self.g)).sqrt()
+
+
+@dataclass(frozen=True)
+class Window:
+    """How a convolution moves over its (already padded, unless zero padded) input."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+class ConvFactors(Factors):
+    """A convolution: a and g are the patches and the output gradients at every position."""
+
+    def __init__(self, a: Tensor, g: Tensor, window: Window, scale: Tensor | None = None) -> None:
+        self.a, self.g, self.window, self.scale = a, g, window, scale
+        self.groups = window.groups
+        self.positions = g[0, 0].numel()
+        self.columns, self.rows = window.shape[1:].numel(), window.shape[0] // window.groups
+
+    def factors(self, examples: slice) -> tuple[Tensor, Tensor]:
+        """Return a [batch * groups, T, columns] and g [batch * groups, T, rows]."""
+        window, a, g = self.window, self.a[examples], self.g[examples]
+        if any(window.padding):
+            a = F.pad(a, [side for pad in reversed(window.padding) for side in (pad, pad)])
+        channels = a.shape[1] // self.groups
+        a = torch.unflatten(a, 1, (self.groups, channels)).movedim(2, -1).contiguous()
+        steps = a.stride()[2:-1]
+        patches = a.as_strided(
+            [len(a), self.groups, *g.shape[2:], *window.shape[2:], channels],
+            [
+                *a.stride()[:2],
+                *(step * s for step, s in zip(steps, window.stride, strict=True)),
+                *(step * d for step, d in zip(steps, window.dilation, strict=True)),
+                1,
+            ],
+        )
+        count = len(g) * self.groups
+        return (
+            patches.reshape(count, self.positions, self.columns),
+            g.reshape(count, self.rows, self.positions).mT,
+        )
+
+    def blocks(self, weights: Tensor) -> Tensor:
+        """Return weight-shaped tensors with channels last, as the patches have them."""
+        return weights.movedim(-len(self.window.shape) + 1, -1)
+
+    @property
+    def block_size(self) -> int:
+        """Return how many numbers an instantiated example needs at once, copies included."""
+        return 4 * super().block_size
+
+    def unblocked(self, blocks: Tensor) -> Tensor:
+        """Return flat blocks in the weight's shape."""
+        shape = self.window.shape
+        return torch.unflatten(blocks, -1, (shape[0], *shape[2:], shape[1])).movedim(
+            -1, -len(shape) + 1
+        )
+
+    def summed(self, w: Tensor, bad: Tensor) -> Tensor:
+        """Return sum_i w_i G_i as the weight gradient of a convolution."""
+        a, g = weighted_factors(self.a, self.g, w, bad)
+        window = self.window
+        result: Tensor = torch.ops.aten.convolution_backward(
+            g,
+            a,
+            a.new_empty(window.shape),
+            None,
+            window.stride,
+            window.padding,
+            window.dilation,
+            False,
+            [0] * len(window.stride),
+            window.groups,
+            [False, True, False],
+        )[1]
+        return result
+
+    def magnitude(self) -> Tensor:
+        """Return a bound on sum_t |a_t| |g_t| per example (float64).
+
+        A pixel lies in at most prod ceil(kernel / stride) patches (all taps if dilated).
+        """
+        window = self.window
+        overlap = math.prod(
+            size if d > 1 else -(-size // s)
+            for size, s, d in zip(window.shape[2:], window.stride, window.dilation, strict=True)
+        )
+        return (overlap * squares(self.a) * squares(self.g)).sqrt()
+
+
+class Outer(Instantiated):
+    """A weight with gradient sum_r G_r over its uses and draws r, and its rho: sum_r k_r * G_r.
+
+    Args:
+        names: the released name of the weight or mu, then that of rho; None where frozen.
+        shape: of the weight.
+        terms: its uses.
+        form: "gram" or "instantiated" to overrule the choice by cost.
+    """
+
+    form: str | None = None
+
+    def __init__(
+        self, names: Sequence[str | None], shape: torch.Size, terms: Sequence[Factors]
+    ) -> None:
+        self.names, self.shape, self.terms, self.data_free = list(names), shape, list(terms), {}
+        self.batch = len(terms[0].g)
+        self.shapes = {name: shape for name in names if name}
+        self._kept: Tensor | None = None
+
+    def joined(self, others: Sequence[Site]) -> Site:
+        """Return one site for this and others that release some of the same names."""
+        alike = [s for s in others if isinstance(s, Outer) and s.names == self.names]
+        if len(alike) < len(others):
+            return super().joined(others)
+        return Outer(self.names, self.shape, [*self.terms, *(t for s in alike for t in s.terms)])
+
+    @property
+    def _scaled(self) -> bool:
+        return len(self.names) > 1 and self.names[1] is not None
+
+    @property
+    def _rank_one(self) -> bool:
+        return all(term.positions == 1 and term.groups == 1 for term in self.terms)
+
+    def _choose(self) -> str:
+        special = self._scaled or bool(self.data_free)
+        if self.form is not None and not (special and self.form == "gram"):
+            return self.form
+        first, positions = self.terms[0], sum(term.positions for term in self.terms)
+        if self._rank_one and (len(self.terms) == 1 or special):
+            return "pairs" if len(self.terms) <= MAX_PAIRED_DRAWS else "instantiated"
+        if special:
+            return "instantiated"
+        gram = GRAM_COST * positions * (first.columns + first.rows)
+        return "gram" if gram < first.columns * first.rows else "instantiated"
+
+    def squared_norms(self) -> dict[str, Tensor]:
+        """Return |c_i|^2 per name, an upper bound up to a relative 1e-4 (float64, [batch])."""
+        form = self._choose()
+        if form == "pairs":
+            return self._pairs()
+        if form == "gram":
+            return self._gram()
+        return self._instantiated()
+
+    def slack(self) -> Tensor:
+        """Return gamma sum_t |a_t| |g_t|, the rounding error of sums over positions."""
+        count = sum(term.positions for term in self.terms)
+        gamma = sum_error(count, self.terms[0].g.dtype)
+        total = torch.zeros(self.batch, dtype=torch.float64, device=self.terms[0].g.device)
+        for term in self.terms:
+            total = total + term.magnitude() * self._largest(term).clamp(min=1.0)
+        return gamma * total
+
+    @staticmethod
+    def _largest(term: Factors) -> Tensor:
+        one = torch.ones((), dtype=torch.float64, device=term.g.device)
+        return (
+            one if term.scale is None else torch.linalg.vector_norm(term.scale, math.inf).double()
+        )
+
+    def _pairs(self) -> dict[str, Tensor]:
+        """Return norms of rank-one gradients without forming them.
+
+        |sum_r k_r * g_r a_r^T|^2 = sum_{r,s} (g_r * g_s)^T (k_r * k_s) (a_r * a_s); with a
+        data-free D it gains 2 sum_r g_r^T (k_r * D) a_r + |D|^2 and a bound on their rounding.
+        """
+        result, first = {}, self.terms[0]
+        for index, name in enumerate(self.names):
+            if name is None:
+                continue
+            total = self._alone(index) if len(self.terms) == 1 else self._paired(index)
+            if name in self.data_free:
+                constant = self.data_free[name]
+                size = squares(constant.flatten()[None])
+                error = sum_error(first.columns, first.g.dtype) + sum_error(
+                    first.rows, first.g.dtype
+                )
+                error_bound = error * (total.sqrt() + size.sqrt()).square()
+                total = (total + 2 * self._cross(index, constant) + size).clamp(min=0) + error_bound
+            result[name] = total
+        return with_slack(result, self.slack() if len(self.terms) > 1 else 0.0)
+
+    def _alone(self, index: int) -> Tensor:
+        term = self.terms[0]
+        a, g = term.a[:, 0], term.g[:, 0]
+        product = row_squares(a) * row_squares(g)
+        if not index or term.scale is None:
+            return product
+        scaled = (a.square() @ term.scale.square().T).mul_(g.square()).sum(1).double()
+        return scaled + 64 * torch.finfo(torch.float32).tiny * (1 + product)
+
+    def _paired(self, index: int) -> Tensor:
+        total = torch.zeros(self.batch, dtype=torch.float64, device=self.terms[0].g.device)
+        for (r, one), (s, two) in combinations_with_replacement(enumerate(self.terms), 2):
+            a = one.a[:, 0].double() * two.a[:, 0]
+            g = one.g[:, 0].double() * two.g[:, 0]
+            if index and one.scale is not None and two.scale is not None:
+                value = (a @ (one.scale.double() * two.scale).T * g).sum(1)
+            else:
+                value = a.sum(1) * g.sum(1)
+            total = total + value * (1 if r == s else 2)
+        return total.clamp(min=0)
+
+    def _cross(self, index: int, constant: Tensor) -> Tensor:
+        total = torch.zeros(self.batch, dtype=torch.float64, device=constant.device)
+        for term in self.terms:
+            a, g = term.a[:, 0], term.g[:, 0]
+            d = constant.to(g)
+            if index and term.scale is not None:
+                d = d * term.scale
+            total = total + (a @ d.T).mul_(g).sum(1).double()
+        return total
+
+    def _gram(self) -> dict[str, Tensor]:
+        """Return |sum_t g_t a_t^T|^2 = sum_{s,t} (a_s . a_t)(g_s . g_t), in float64."""
+        positions = sum(term.positions for term in self.terms)
+        first = self.terms[0]
+        size = first.groups * positions * (positions + first.columns + first.rows)
+        parts = []
+        for rows in self.slices(2 * size):
+            pairs = [term.factors(rows) for term in self.terms]
+            a = torch.cat([pair[0].double() for pair in pairs], 1)
+            g = torch.cat([pair[1].double() for pair in pairs], 1)
+            products = torch.bmm(a, a.mT).mul_(torch.bmm(g, g.mT))
+            parts.append(products.view(rows.stop - rows.start, -1).sum(1))
+        value = torch.cat(parts)
+        value = value.clamp(min=0).sqrt() + self.slack()
+        return {name: value.square() for name in self.shapes}
+
+    def _accumulate(self, rows: slice, out: Tensor | None = None) -> Tensor:
+        total = out
+        for index, term in enumerate(self.terms):
+            a, g = term.factors(rows)
+            if index and total is not None:
+                total.baddbmm_(g.mT, a)
+            else:
+                total = torch.bmm(g.mT, a, out=total) if total is not None else torch.bmm(g.mT, a)
+        assert total is not None
+        return total.view(rows.stop - rows.start, -1)
+
+    def _rho(self, rows: slice, weight: Tensor) -> Tensor:
+        if len(self.terms) == 1:
+            scale = self.terms[0].scale
+            return weight if scale is None else weight * self._flat(scale)
+        total = torch.zeros_like(weight)
+        for term in self.terms:
+            a, g = term.factors(rows)
+            part = torch.bmm(g.mT, a).view_as(weight)
+            total += part if term.scale is None else part * self._flat(term.scale)
+        return total
+
+    def _flat(self, weights: Tensor) -> Tensor:
+        return self.terms[0].blocks(weights).reshape(-1)
+
+    def _instantiated(self) -> dict[str, Tensor]:
+        first = self.terms[0]
+        block = max(term.block_size for term in self.terms)
+        keep = len(self.terms) == 1 and self.shape.numel() <= KEEP * first.kept_size
+        parts: dict[str, list[Tensor]] = {name: [] for name in self.shapes}
+        step = min(self.batch, max(1, CHUNK // block))
+        held = self.batch if keep else step
+        buffer = first.g.new_empty(held * first.groups, first.rows, first.columns)
+        for rows in self.slices(block):
+            offset = rows.start if keep else 0
+            count = rows.stop - rows.start
+            out = buffer[offset * first.groups : (offset + count) * first.groups]
+            weight = self._accumulate(rows, out)
+            for index, name in enumerate(self.names):
+                if name:
+                    values = self._rho(rows, weight) if index else weight
+                    if name in self.data_free:
+                        values = values + self._flat(self.data_free[name]).to(values)
+                    parts[name].append(squares(values))
+        slack = self.slack()
+        if keep:
+            self._kept = buffer.view(self.batch, -1)
+        return {name: (torch.cat(values).sqrt() + slack).square() for name, values in parts.items()}
+
+    def instantiate(self, rows: slice) -> dict[str, Tensor]:
+        """Return the contributions of some examples without the data-free part."""
+        rows = slice(*rows.indices(self.batch))
+        weight = self._accumulate(rows)
+        return {
+            name: self.terms[0].unblocked(self._rho(rows, weight) if index else weight)
+            for index, name in enumerate(self.names)
+            if name
+        }
+
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor) -> dict[str, Tensor]:
+        """Return sum_i w_i c_i without the data-free part and without the bad examples."""
+        sums: dict[str, Tensor] = {}
+        for term in self.terms:
+            done: list[tuple[Tensor, Tensor]] = []
+            for index, name in enumerate(self.names):
+                if name is None:
+                    continue
+                value = next((v for weights, v in done if weights is w[name]), None)
+                if value is None:
+                    value = self._summed(term, w[name], bad)
+                    done.append((w[name], value))
+                if index and term.scale is not None:
+                    value = value * term.scale
+                sums[name] = sums[name] + value if name in sums else value
+        return sums
+
+    def _summed(self, term: Factors, w: Tensor, bad: Tensor) -> Tensor:
+        if self._kept is None:
+            return term.summed(w, bad)
+        kept = self._kept.index_fill_(0, bad, 0.0)
+        return term.unblocked(w.to(kept) @ kept).contiguous()
+
+    def inner(self, other: Site, bad: Tensor, other_bad: Tensor) -> Tensor:
+        """Return <c_i, d_j> between this site's and the same site's other examples (float64)."""
+        plain = self._rank_one and len(self.terms) == 1 and not self._scaled and not self.data_free
+        if not plain or not isinstance(other, Outer):
+            return super().inner(other, bad, other_bad)
+        one, two = self.terms[0], other.terms[0]
+        a = one.a[:, 0].double() @ two.a[:, 0].double().T
+        g = one.g[:, 0].double() @ two.g[:, 0].double().T
+        return a.mul_(g).index_fill_(0, bad, 0.0).index_fill_(1, other_bad, 0.0)

@@ -1,0 +1,259 @@
+"""Sites: the released names that share one computation, and how their norms and sums are taken."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dpbnn.contributions.rounding import squares, sum_error
+
+CHUNK = 1 << 21
+"""Numbers held at once when per-example gradients are instantiated."""
+
+
+class Site(ABC):
+    """A part of every example's contribution.
+
+    Attributes:
+        shapes: released names and their shapes.
+        batch: number of examples.
+        data_free: data-independent gradients D added to every example's contribution.
+    """
+
+    shapes: dict[str, torch.Size]
+    batch: int
+    data_free: dict[str, Tensor]
+
+    @abstractmethod
+    def squared_norms(self) -> dict[str, Tensor]:
+        """Return |c_i|^2 per name, an upper bound up to a relative 1e-4 (float64, [batch])."""
+
+    @abstractmethod
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor) -> dict[str, Tensor]:
+        """Return sum_i w_i c_i without the data-free part and without the bad examples."""
+
+    @abstractmethod
+    def instantiate(self, rows: slice) -> dict[str, Tensor]:
+        """Return the contributions of some examples without the data-free part."""
+
+    def weighted_sum(self, w: Mapping[str, Tensor], bad: Tensor) -> dict[str, Tensor]:
+        """Return sum_i w_i c_i; `bad` are the examples that are not finite, their w is zero."""
+        sums = self.raw_sum(w, bad)
+        for name, constant in self.data_free.items():
+            sums[name] = torch.addcmul(sums[name], constant.to(sums[name]), w[name].sum())
+        return sums
+
+    def slack(self) -> Tensor | float:
+        """Return a bound on the rounding error of an instantiated contribution, per example."""
+        return 0.0
+
+    def joined(self, others: Sequence[Site]) -> Site:
+        """Return one site for this and others that release some of the same names."""
+        return Merged([self, *others])
+
+    def slices(self, size: int = 0) -> Iterator[slice]:
+        """Yield runs of examples whose instantiated contributions fit the chunk."""
+        size = size or max(1, sum(shape.numel() for shape in self.shapes.values()))
+        step = max(1, CHUNK // size)
+        for start in range(0, self.batch, step):
+            yield slice(start, min(start + step, self.batch))
+
+    def full(self, rows: slice) -> Tensor:
+        """Return some examples' whole contributions, flattened and with the data-free part."""
+        parts = self.instantiate(rows)
+        for name, constant in self.data_free.items():
+            parts[name] = parts[name] + constant.to(parts[name])
+        return torch.cat([part.flatten(1) for part in parts.values()], 1)
+
+    def inner(self, other: Site, bad: Tensor, other_bad: Tensor) -> Tensor:
+        """Return <c_i, d_j> between this site's and the same site's other examples (float64)."""
+        result = torch.zeros(self.batch, other.batch, dtype=torch.float64, device=bad.device)
+        for rows in self.slices():
+            left = self.full(rows).double()
+            for columns in other.slices():
+                result[rows, columns] = left @ other.full(columns).double().T
+        result.index_fill_(0, bad, 0.0)
+        return result.index_fill_(1, other_bad, 0.0)
+
+
+def with_slack(squared: dict[str, Tensor], slack: Tensor | float) -> dict[str, Tensor]:
+    """Return (|c| + slack)^2 for every |c|^2."""
+    if isinstance(slack, float):
+        return squared
+    return {name: (value.sqrt() + slack).square() for name, value in squared.items()}
+
+
+class Instantiated(Site):
+    """A site whose norms come from its instantiated contributions, a few examples at a time."""
+
+    def squared_norms(self) -> dict[str, Tensor]:
+        """Return |c_i|^2 per name, an upper bound up to a relative 1e-4 (float64, [batch])."""
+        parts: dict[str, list[Tensor]] = {name: [] for name in self.shapes}
+        for rows in self.slices():
+            for name, values in self.instantiate(rows).items():
+                if name in self.data_free:
+                    values = values + self.data_free[name].to(values)
+                parts[name].append(squares(values.flatten(1)))
+        whole = {name: torch.cat(part) for name, part in parts.items()}
+        return with_slack(whole, self.slack())
+
+
+class Direct(Instantiated):
+    """Small tensors whose per-example gradients G are at hand: biases, norm layers.
+
+    Terms are (G, k, slack): several uses or draws add up, sum_r k_r * G_r with k = 1 for the
+    first name; slack bounds the rounding error of G.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str | None],
+        terms: Sequence[tuple[Tensor, Tensor | None, Tensor | float]],
+    ) -> None:
+        self.names, self.terms, self.data_free = list(names), list(terms), {}
+        self.batch = len(terms[0][0])
+        self.shapes = {name: terms[0][0].shape[1:] for name in names if name}
+
+    def instantiate(self, rows: slice) -> dict[str, Tensor]:
+        """Return the contributions of some examples without the data-free part."""
+        parts: dict[str, Tensor] = {}
+        for index, name in enumerate(self.names):
+            for gradient, scale, _ in self.terms:
+                if name:
+                    part = gradient[rows] * scale if index and scale is not None else gradient[rows]
+                    parts[name] = parts[name] + part if name in parts else part
+        return parts
+
+    def slack(self) -> Tensor | float:
+        """Return a bound on the rounding error of an instantiated contribution, per example."""
+        total: Tensor | float = 0.0
+        for _, scale, slack in self.terms:
+            if isinstance(slack, Tensor):
+                largest = 1.0 if scale is None else scale.abs().max().clamp(min=1.0)
+                total = slack * largest + total
+        return total
+
+    def slices(self, size: int = 0) -> Iterator[slice]:
+        """Yield all examples at once: they are instantiated already."""
+        yield slice(0, self.batch)
+
+    def joined(self, others: Sequence[Site]) -> Site:
+        """Return one site for this and others that release some of the same names."""
+        alike = [s for s in others if isinstance(s, Direct) and s.names == self.names]
+        if len(alike) < len(others):
+            return super().joined(others)
+        return Direct(self.names, [*self.terms, *(term for s in alike for term in s.terms)])
+
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor) -> dict[str, Tensor]:
+        """Return sum_i w_i c_i without the data-free part and without the bad examples."""
+        parts = self.instantiate(slice(None))
+        return {
+            name: (w[name].to(part) @ part.index_fill_(0, bad, 0.0).flatten(1)).view(
+                self.shapes[name]
+            )
+            for name, part in parts.items()
+        }
+
+
+def summed_positions(h: Tensor, axis: int) -> tuple[Tensor, Tensor | float]:
+    """Return the sum of h over the axis of positions t and a bound on its rounding error.
+
+    The bound is gamma sum_t |h_t| <= gamma sqrt(T) |h|.
+    """
+    positions = h.shape[axis]
+    if positions == 1:
+        return h.squeeze(axis), 0.0
+    gamma = sum_error(positions, h.dtype) * math.sqrt(positions)
+    return h.sum(axis), gamma * squares(h).sqrt()
+
+
+class Rows(Instantiated):
+    """An embedding: every position t adds g_t to the row of its index.
+
+    Terms are (indices [batch, T], g [batch, T, width]) with g zero at the padding index.
+    """
+
+    def __init__(self, name: str, shape: torch.Size, indices: Tensor, g: Tensor) -> None:
+        self.shapes, self.data_free = {name: shape}, {}
+        self.name, self.indices, self.g, self.batch = name, indices, g, len(g)
+
+    def squared_norms(self) -> dict[str, Tensor]:
+        """Return |c_i|^2: positions with the same index are added up, then squared."""
+        if self.data_free:
+            return super().squared_norms()
+        order = self.indices.sort(1)
+        starts = torch.zeros_like(order.values)
+        starts[:, 1:] = (order.values[:, 1:] != order.values[:, :-1]).long()
+        slots = torch.empty_like(starts).scatter_(1, order.indices, starts.cumsum(1))
+        added = torch.zeros_like(self.g).scatter_add_(
+            1, slots.unsqueeze(-1).expand_as(self.g), self.g
+        )
+        return {self.name: (squares(added).sqrt() + self.slack()).square()}
+
+    def slack(self) -> Tensor:
+        """Return gamma sqrt(T) |g|, a bound on the rounding error of the added rows."""
+        positions = self.indices.shape[1]
+        gamma = sum_error(positions, self.g.dtype) * math.sqrt(positions)
+        return gamma * squares(self.g).sqrt()
+
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor) -> dict[str, Tensor]:
+        """Return sum_i w_i c_i without the data-free part and without the bad examples."""
+        g = self.g * w[self.name].to(self.g)[:, None, None]
+        g.index_fill_(0, bad, 0.0)
+        total = self.g.new_zeros(self.shapes[self.name])
+        return {self.name: total.index_add_(0, self.indices.flatten(), g.flatten(0, 1))}
+
+    def instantiate(self, rows: slice) -> dict[str, Tensor]:
+        """Return the contributions of some examples without the data-free part."""
+        g, indices = self.g[rows], self.indices[rows]
+        full = g.new_zeros(len(g), *self.shapes[self.name])
+        return {self.name: full.scatter_add_(1, indices.unsqueeze(-1).expand_as(g), g)}
+
+
+class Merged(Instantiated):
+    """Sites of different kinds that release the same names, such as tied weights."""
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        self.sites, self.batch, self.data_free = list(sites), sites[0].batch, {}
+        self.shapes = {}
+        for site in sites:
+            self.shapes |= site.shapes
+
+    def instantiate(self, rows: slice) -> dict[str, Tensor]:
+        """Return the contributions of some examples without the data-free part."""
+        parts: dict[str, Tensor] = {}
+        for site in self.sites:
+            for name, part in site.instantiate(rows).items():
+                parts[name] = parts[name] + part if name in parts else part
+        return {name: parts[name] for name in self.shapes}
+
+    def slack(self) -> Tensor | float:
+        """Return the sites' own rounding errors and that of adding them up."""
+        total: Tensor | float = 0.0
+        for site in self.sites:
+            norms = torch.stack(list(site.squared_norms().values())).sum(0).sqrt()
+            total = total + site.slack() + norms * sum_error(len(self.sites), torch.float32)
+        return total
+
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor) -> dict[str, Tensor]:
+        """Return sum_i w_i c_i without the data-free part and without the bad examples."""
+        sums: dict[str, Tensor] = {}
+        for site in self.sites:
+            for name, value in site.raw_sum(w, bad).items():
+                sums[name] = sums[name] + value if name in sums else value
+        return sums
+
+
+def merge(sites: Sequence[Site]) -> list[Site]:
+    """Return sites with disjoint names: those that share a name become one."""
+    groups: dict[int, list[Site]] = {}
+    home: dict[str, int] = {}
+    for index, site in enumerate(sites):
+        shared = {home[name] for name in site.shapes if name in home}
+        groups[index] = [*(s for other in sorted(shared) for s in groups.pop(other)), site]
+        home |= {name: index for s in groups[index] for name in s.shapes}
+    return [g[0].joined(g[1:]) if len(g) > 1 else g[0] for g in groups.values()]

@@ -1,0 +1,190 @@
+"""The tape: one forward and one backward that keep each layer's input and output gradient."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from dpbnn.contributions.base import UnsupportedModel
+from dpbnn.contributions.rounding import accurate
+from dpbnn.contributions.sites import Site
+
+Key = tuple[str, int]
+"""A module's path and which of its calls."""
+Build = Callable[[Tensor, Tensor], list[Site]]
+Draw = dict[str, dict[str, Tensor]]
+"""Standard normal draws of the Gaussian layers, by module path and weight."""
+
+
+class _Anchor(torch.autograd.Function):
+    """Makes a tensor part of the graph, in place and without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, anchor: Tensor) -> Tensor:
+        ctx.mark_dirty(z)
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g, None
+
+
+class Discovery:
+    """A dry run that only notes the shapes of layer outputs."""
+
+    def __init__(self, batch: int, draw: Draw) -> None:
+        self.batch, self.draw = batch, draw
+        self.shapes: dict[Key, torch.Size] = {}
+        self._calls: Counter[str] = Counter()
+
+    def tap(self, path: str, a: Tensor, z: Tensor, build: Build) -> Tensor:
+        """Note the shape of one output."""
+        self.shapes[path, self._calls[path]] = z.shape
+        self._calls[path] += 1
+        return z
+
+
+def layouts(one: Discovery, two: Discovery, describe: Callable[[str], str]) -> dict[Key, str]:
+    """Return where each layer output holds the examples, from runs with two batch sizes.
+
+    "first" and "second" name the axis, "folded" is a first axis of batch * m, and "shared" an
+    output that is the same for all examples.
+    """
+    if one.shapes.keys() != two.shapes.keys():
+        raise UnsupportedModel("the model calls other layers for other batch sizes.")
+    found = {}
+    for key, shape in one.shapes.items():
+        other = two.shapes[key]
+        if shape[:1] == (one.batch,) and other[:1] == (two.batch,):
+            found[key] = "first"
+        elif shape[1:2] == (one.batch,) and other[1:2] == (two.batch,):
+            found[key] = "second"
+        elif shape == other:
+            found[key] = "shared"
+        elif shape[0] * two.batch == other[0] * one.batch:
+            found[key] = "folded"
+        else:
+            raise UnsupportedModel(
+                f"{describe(key[0])} has outputs {tuple(shape)} and {tuple(other)} for batches of "
+                f"{one.batch} and {two.batch}; keep examples on the first axis."
+            )
+    return found
+
+
+class Tape:
+    """Records layer inputs and where to find output gradients.
+
+    Args:
+        batch: number of examples.
+        draw: standard normal draws of the Gaussian layers.
+        layouts: where each layer output holds the examples.
+        describe: names the module at a path.
+    """
+
+    def __init__(
+        self, batch: int, draw: Draw, layouts: Mapping[Key, str], describe: Callable[[str], str]
+    ) -> None:
+        self.batch, self.draw, self._layouts, self._describe = batch, draw, layouts, describe
+        self._calls: Counter[str] = Counter()
+        self._taps: list[tuple[GradientEdge, Tensor, int, str, str, Build]] = []
+
+    def tap(self, path: str, a: Tensor, z: Tensor, build: Build) -> Tensor:
+        """Record one call; `build(a, g)` gets both as [batch, m, ...] after the backward pass."""
+        key = (path, self._calls[path])
+        self._calls[path] += 1
+        layout = self._layouts.get(key)
+        if layout is None:
+            raise UnsupportedModel(
+                f"{self._describe(path)} was called more often than when it was probed; "
+                "probe with inputs of this kind first."
+            )
+        if layout == "shared":
+            z = _stacked(z, self.batch, a.dim() > 1 and z.shape[0] == 1)
+        if not z.requires_grad:
+            if z._is_view() or layout == "shared":
+                z = z.clone()
+            anchor = torch.zeros((), requires_grad=True, device=z.device)
+            z = _Anchor.apply(z, anchor)  # type: ignore[no-untyped-call]
+        self._taps.append((get_gradient_edge(z), a.detach(), a._version, layout, path, build))
+        return z
+
+    def sites(self, nll: Tensor) -> list[Site]:
+        """Run the backward pass to layer outputs and return what it leaves at each layer."""
+        edges = [tap[0] for tap in self._taps]
+        gradients: Sequence[Tensor | None] = [None] * len(edges)
+        if nll.requires_grad:
+            gradients = torch.autograd.grad(nll, edges, allow_unused=True)
+        result: list[Site] = []
+        for (_, a, version, layout, path, build), g in zip(self._taps, gradients, strict=True):
+            if a._version != version:
+                raise UnsupportedModel(
+                    f"the input of {self._describe(path)} was changed in place after the call; "
+                    "use the out-of-place operation."
+                )
+            if g is not None:
+                g = g.contiguous() if 0 in g.stride() else g
+                g = accurate(self._batched(g, layout, path, gradient=True))
+                result += build(self._batched(a, layout, path), g)
+        self._taps.clear()
+        return result
+
+    def _batched(self, t: Tensor, layout: str, path: str, gradient: bool = False) -> Tensor:
+        batch = self.batch
+        if layout == "shared" and not gradient:
+            t = _stacked(t, batch, t.shape[0] == 1 and t.dim() > 1)
+        if layout == "second":
+            t = t.transpose(0, 1)
+        elif layout == "folded":
+            if len(t) % batch:
+                raise UnsupportedModel(
+                    f"{self._describe(path)} sees {len(t)} rows for {batch} examples."
+                )
+            return torch.unflatten(t, 0, (batch, len(t) // batch))
+        if len(t) != batch:
+            raise UnsupportedModel(
+                f"{self._describe(path)} sees {tuple(t.shape)} for {batch} examples; "
+                "keep examples on the same axis for every batch."
+            )
+        return t if layout == "second" else t.unsqueeze(1)
+
+
+def _stacked(t: Tensor, batch: int, leading: bool) -> Tensor:
+    t = t if leading else t.unsqueeze(0)
+    return t.expand(batch, *t.shape[1:])
+
+
+@contextmanager
+def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Give modules other forwards for a while; the attention fast path is off meanwhile."""
+    before = {module: module.__dict__.get("forward") for module in forwards}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        for module, forward in forwards.items():
+            module.__dict__["forward"] = forward
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for module, earlier in before.items():
+            module.__dict__.pop("forward", None)
+            if earlier is not None:
+                module.__dict__["forward"] = earlier
+
+
+@contextmanager
+def frozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Keep parameters out of the graph for a while."""
+    flags = [parameter.requires_grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter, flag in zip(parameters, flags, strict=True):
+            parameter.requires_grad_(flag)

@@ -1,0 +1,260 @@
+"""The gate: the only code that turns per-example quantities into something public."""
+
+from __future__ import annotations
+
+import contextvars
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dpbnn.privacy.events import Event, check_relation
+from dpbnn.privacy.ledger import Ledger
+from dpbnn.privacy.noise import NoiseSource
+
+if TYPE_CHECKING:
+    from dpbnn.privacy.sampling import Sampler
+    from dpbnn.privacy.statement import PrivacyStatement
+
+__all__ = ["Clippable", "Gate"]
+
+
+class Clippable(Protocol):
+    """Per-example vectors that can be clipped and summed; see `dpbnn.contributions`.
+
+    A contribution that is not finite has norm 0 and is absent from every sum.
+    """
+
+    batch_size: int
+    shapes: Mapping[str, torch.Size]
+    device: torch.device
+
+    def squared_norms(self) -> dict[str, Tensor]:
+        """Return |c_i|^2 per released name, never below the truth."""
+
+    def norms(self) -> Tensor:
+        """Return |c_i| over all released names, never below the truth."""
+
+    def weighted_sum(self, w: Any) -> dict[str, Tensor]:
+        """Return sum_i w_i c_i per released name, new tensors in float32 or better."""
+
+    def chunks(self) -> Iterator[Clippable]:
+        """Yield contributions whose examples, in order, make up this batch."""
+
+
+class Observer(Protocol):
+    """Sees the sums before the noise, and says what is released; see `dpbnn.privacy.audit`."""
+
+    def weights(self, records: Tensor | None, count: int) -> Tensor | None:
+        """Return one factor per example that zeroes records out, or None."""
+
+    def release(self, gate: Gate, event: Event, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what stands for the release."""
+
+
+OBSERVER: contextvars.ContextVar[Observer | None] = contextvars.ContextVar("observer", default=None)
+
+
+class Gate:
+    """Clips per-example contributions, sums them, adds noise and records the release.
+
+        release = sum_i c_i min(1, C/|c_i|) + N(0, (sigma C)^2 I)
+
+    **Guarantee.** Neighbouring datasets move the sum by at most `sensitivity`, since norms are
+    never rounded down and a contribution that is not finite counts as zero. The noise has standard
+    deviation sigma * C in every coordinate, from a source of its own. The ledger holds the event of
+    the sampler and this sigma, on disk, before the sum is even formed. So each call is one Gaussian
+    release of the accounted kind, provided that the batch was drawn by `sampler`; without a sampler
+    the event claims no amplification. An empty batch is released as noise.
+
+    With clip=inf and noise_multiplier=0 the gate is open: what passes is not private, and the
+    ledger and the statement say so.
+
+    Args:
+        clip: C, for the whole contribution; or one clip per group, as a mapping from the first
+            letters of parameter names: every group is clipped by itself, and C is the root of the
+            sum of squares.
+        noise_multiplier: sigma = noise std / C.
+        sampler: what draws the batches; None claims no amplification.
+        ledger: where releases are recorded; one in memory by default.
+        noise: the source of noise; a new one from operating-system entropy by default.
+        label: what the releases are for, in the ledger and the statement.
+        step: position of the first release in the sampler's sequence, when a run is resumed.
+    """
+
+    def __init__(
+        self,
+        clip: float | Mapping[str, float],
+        noise_multiplier: float,
+        sampler: Sampler | None = None,
+        ledger: Ledger | None = None,
+        *,
+        noise: NoiseSource | None = None,
+        label: str = "",
+        step: int = 0,
+    ) -> None:
+        self.clips = dict(clip) if isinstance(clip, Mapping) else {"": float(clip)}
+        for group, value in self.clips.items():
+            if not value > 0:
+                raise ValueError(f"clip={value}{f' of {group!r}' if group else ''}: must be > 0")
+        if not self.clips:
+            raise ValueError("clip: no groups were given; give a number or one clip per group")
+        self.clip = math.sqrt(sum(value**2 for value in self.clips.values()))
+        self.noise_multiplier = _sigma(noise_multiplier, self.clip)
+        self.sampler = sampler
+        self.ledger = Ledger() if ledger is None else ledger
+        self.noise = NoiseSource() if noise is None else noise
+        self.label = label
+        self.step = step
+        self._reserved: list[float] = []
+        check_relation(self._event(self.noise_multiplier, 1, step), self.ledger.relation)
+
+    @property
+    def sensitivity(self) -> float:
+        """Largest distance between the sums of neighbouring datasets."""
+        return self.ledger.relation.shift * self.clip
+
+    def reserve(self, count: int, noise_multiplier: float | None = None) -> None:
+        """Record the next `count` releases at once, so that they need no write each.
+
+        **Guarantee.** They count as spent from now on, whether they are made or not.
+        """
+        sigma = self._sigma(noise_multiplier)
+        if OBSERVER.get() is None:
+            event = self._event(sigma, count, self.step + len(self._reserved))
+            self.ledger.spend(event, label=self.label, clip=self.clip)
+        self._reserved += [sigma] * count
+
+    def __call__(
+        self,
+        contributions: Clippable,
+        *,
+        noise_multiplier: float | None = None,
+        mean: bool = False,
+        records: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Release the clipped and noised sum of contributions, by name.
+
+        Args:
+            contributions: of the records of one batch, possibly none.
+            noise_multiplier: sigma of this release, where a schedule changes it.
+            mean: divide by the expected batch size (never by the realised one).
+            records: which records the examples are; read by audits only.
+        """
+        sigma = self._sigma(noise_multiplier)
+        self._check_size(contributions.batch_size)
+        if mean and self.sampler is None:
+            raise ValueError(
+                "mean=True: needs a sampler, whose expected batch size divides the sum"
+            )
+        if not self._reserved:
+            self.reserve(1, sigma)
+        if self._reserved.pop(0) != sigma:
+            raise ValueError(
+                f"noise_multiplier={sigma:g}: another value was reserved for this release; "
+                f"reserve in the order of use"
+            )
+        event = self._event(sigma, 1, self.step)
+        self.step += 1
+        observer = OBSERVER.get()
+        sums = self._clipped_sum(contributions, records, observer)
+        if observer is not None:
+            release = observer.release(self, event, sums)
+        else:
+            release = self._noised(sums, sigma)
+        if mean and self.sampler is not None:
+            release = {n: value / self.sampler.batch_size for n, value in release.items()}
+        return release
+
+    def statement(self, **details: Any) -> PrivacyStatement:
+        """Return the statement of everything in the ledger; see `PrivacyStatement.of`."""
+        source = {"randomness": self.noise.source, "debug": not self.noise.private}
+        return self.ledger.statement(**{**source, **details})
+
+    def _noised(self, sums: dict[str, Tensor], sigma: float) -> dict[str, Tensor]:
+        if sigma > 0:
+            self.noise.add(sums, sigma * self.clip)
+            self.noise.prepare(sums)
+        return sums
+
+    def _clipped_sum(
+        self, contributions: Clippable, records: Tensor | None, observer: Observer | None
+    ) -> dict[str, Tensor]:
+        """Return sum_i c_i min(1, C/|c_i|), chunk by chunk."""
+        total: dict[str, Tensor] = {}
+        factors = None
+        if observer is not None:
+            factors = observer.weights(records, contributions.batch_size)
+        first = 0
+        for chunk in contributions.chunks():
+            w = self._weights(chunk)
+            if factors is not None:
+                part = factors[first : first + chunk.batch_size].to(chunk.device)
+                w = w * part if isinstance(w, Tensor) else {n: v * part for n, v in w.items()}
+                first += chunk.batch_size
+            for name, value in chunk.weighted_sum(w).items():
+                total[name] = total[name].add_(value) if name in total else value
+        if not total:
+            for name, shape in contributions.shapes.items():
+                total[name] = torch.zeros(shape, device=contributions.device)
+        return total
+
+    def _weights(self, chunk: Clippable) -> Tensor | dict[str, Tensor]:
+        """Return the clip factor of every example, by released name where there are groups."""
+        if self.clips.keys() == {""}:
+            return _factor(chunk.norms(), self.clip)
+        squares = chunk.squared_norms()
+        weights: dict[str, Tensor] = {}
+        for group, clip in self.clips.items():
+            own = [name for name in squares if name.startswith(group)]
+            if not own or any(name in weights for name in own):
+                raise ValueError(
+                    f"clip: the group {group!r} has no parameter of its own among "
+                    f"{list(squares)}; every parameter must begin with exactly one group's name"
+                )
+            norms = torch.stack([squares[name] for name in own]).sum(0).sqrt()
+            weights.update(dict.fromkeys(own, _factor(norms, clip)))
+        if weights.keys() != squares.keys():
+            left = sorted(squares.keys() - weights.keys())
+            raise ValueError(f"clip: {left} belong to no group; add a group for them")
+        return weights
+
+    def _event(self, sigma: float, count: int, start: int) -> Event:
+        if self.sampler is None:
+            return Event("full-batch", sigma, count)
+        return self.sampler.event(sigma, count, start)
+
+    def _sigma(self, noise_multiplier: float | None) -> float:
+        if noise_multiplier is None:
+            return self.noise_multiplier
+        return _sigma(noise_multiplier, self.clip)
+
+    def _check_size(self, size: int) -> None:
+        if self.sampler is None:
+            return
+        expected = self.sampler.size(self.step)
+        if (expected is not None and size != expected) or size > self.sampler.n:
+            raise ValueError(
+                f"the batch has {size} records where {self.sampler.name} sampling of "
+                f"n={self.sampler.n} has {expected if expected is not None else 'at most n'}; "
+                f"draw batches with sampler.batches(...), or pass sampler=None to the gate"
+            )
+
+
+def _factor(norms: Tensor, clip: float) -> Tensor:
+    """Return min(1, C/|c_i|), and 0 where the norm is not finite."""
+    factor = torch.where(norms > clip, clip / norms, torch.ones_like(norms))
+    return torch.where(norms.isfinite(), factor, torch.zeros_like(norms))
+
+
+def _sigma(noise_multiplier: float, clip: float) -> float:
+    if not (0 <= noise_multiplier < math.inf):
+        raise ValueError(f"noise_multiplier={noise_multiplier}: must be a finite number >= 0")
+    if noise_multiplier > 0 and not math.isfinite(clip):
+        raise ValueError(
+            f"clip={clip}: noise is a multiple of the clip; give a finite clip, or "
+            f"noise_multiplier=0 for an open gate, which is not private"
+        )
+    return float(noise_multiplier)

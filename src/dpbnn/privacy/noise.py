@@ -1,0 +1,421 @@
+"""Gaussian noise for the gate, from operating-system entropy.
+
+The noise of one release is a function of a secret root key and the number of the release:
+
+    step key   = BLAKE2b(key = root key; release number, use, purpose)
+    words      = AES-128-CTR(step key), 32 random bits per float32, 64 per float64
+    (z, z')    = sqrt(-2 ln u) (cos 2 pi v, sin 2 pi v),   u, v uniform from two words
+
+Nothing is carried from one release to the next, so tensors, releases, purposes and sources never
+share a stream, and a run can be resumed from the key and the number of its next release alone.
+
+Reference: Box and Muller, A note on the generation of random normal deviates, 1958; Salmon et al.,
+Parallel random numbers: as easy as 1, 2, 3, 2011 (counter-based streams).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import secrets
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import blake2b
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["NoiseSource"]
+
+_Words = NDArray[np.uint8]
+_SIGNED = {torch.float32: torch.int32, torch.float64: torch.int64}
+_KEY_BYTES = 32
+_DEBUG = b"dpbnn debug"  # how the key of a seeded source begins
+_PAIRS = 1 << 17  # pairs of normals per chunk: few calls, and the scratch stays in cache
+_EDGE = 1 << 10  # radius words below this get 64 more bits
+_SCALE = float(np.nextafter(np.float32(2.0**-32), np.float32(0)))  # keeps u < 1, so radius > 0
+_ZEROS = np.zeros(1 << 16, np.uint8)
+
+
+def _load_libcrypto() -> ctypes.CDLL | None:
+    """Return the OpenSSL that Python's own `ssl` runs on, if it passes the FIPS-197 example."""
+    try:
+        import _ssl
+
+        library = ctypes.CDLL(_ssl.__file__)
+        library.EVP_aes_128_ctr.restype = ctypes.c_void_p
+        library.EVP_CIPHER_CTX_new.restype = ctypes.c_void_p
+        library.EVP_CIPHER_CTX_free.argtypes = [ctypes.c_void_p]
+        library.EVP_EncryptInit_ex.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_char_p] * 2
+        library.EVP_EncryptUpdate.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int]
+        block = np.empty(16, np.uint8)
+        counter = int.from_bytes(bytes(17 * i for i in range(16)), "big")
+        _aes(library, bytes(range(16)), counter, block)
+    except (ImportError, AttributeError, OSError, RuntimeError):
+        return None
+    return library if block.tobytes().hex() == "69c4e0d86a7b0430d8cdb78070b4c55a" else None
+
+
+def _aes(library: ctypes.CDLL, key: bytes, counter: int, out: _Words) -> None:
+    """Fill `out` with AES-128-CTR(key) from block `counter` on; runs without Python's lock."""
+    written = ctypes.c_int()
+    context = library.EVP_CIPHER_CTX_new()
+    try:
+        ok = library.EVP_EncryptInit_ex(
+            context, library.EVP_aes_128_ctr(), None, key, counter.to_bytes(16, "big")
+        )
+        target, zeros, done = out.ctypes.data, _ZEROS.ctypes.data, ctypes.addressof(written)
+        for start in range(0, out.size, _ZEROS.size):
+            size = min(_ZEROS.size, out.size - start)
+            ok &= library.EVP_EncryptUpdate(context, target + start, done, zeros, size)
+            ok &= written.value == size
+    finally:
+        library.EVP_CIPHER_CTX_free(context)
+    if ok != 1:
+        raise RuntimeError("OpenSSL failed to encrypt; no noise was drawn")
+
+
+_LIBCRYPTO = _load_libcrypto()
+
+
+def _generator_name() -> str:
+    return "AES-128-CTR (OpenSSL)" if _LIBCRYPTO is not None else "Philox4x64-10 (NumPy)"
+
+
+def _fill(key: bytes, offset: int, out: _Words) -> None:
+    """Fill `out` with bytes `offset`, `offset + 1`, ... of the stream of `key`.
+
+    Args:
+        key: 16 bytes.
+        offset: A multiple of 32.
+        out: Contiguous, of any length that is a multiple of 8.
+    """
+    if _LIBCRYPTO is not None:
+        _aes(_LIBCRYPTO, key, offset // 16, out)
+    else:
+        philox = np.random.Philox(key=int.from_bytes(key, "big"), counter=offset // 32)
+        out.view(np.uint64)[:] = philox.random_raw(out.size // 8)
+
+
+def _extend(key: bytes, first: int, words: NDArray[np.uint32], radius: Tensor) -> None:
+    """Recompute the largest radii from 96-bit uniforms: u = (word + fraction) / 2^32.
+
+    Without it the radius would end at sqrt(2 ln 2^32) = 6.7, once in 2^32 pairs.
+    """
+    if words.min() >= _EDGE:
+        return
+    for i in np.flatnonzero(words < _EDGE):
+        digest = blake2b((first + int(i)).to_bytes(8, "big"), key=key, digest_size=8).digest()
+        fraction = (int.from_bytes(digest, "big") + 0.5) * 2.0**-64
+        radius[i] = math.sqrt(-2.0 * math.log((int(words[i]) + fraction) * 2.0**-32))
+
+
+def _word_bytes(elements: int, dtype: torch.dtype) -> int:
+    """Bytes of the stream that `elements` normals need: a whole number of pairs."""
+    return (elements + elements % 2) * dtype.itemsize
+
+
+def _add_gaussian(
+    flats: list[tuple[Tensor, float]],
+    key: bytes,
+    ahead: _Words | None,
+    scratch: Tensor,
+    buffer: _Words,
+) -> None:
+    """Add independent N(0, std^2) to every flat CPU tensor of one dtype, chunk by chunk.
+
+    The tensors are read as one long vector; element i's noise depends on the key, the length of
+    the vector and i only.
+    """
+    dtype = scratch.dtype
+    signed = _SIGNED[dtype]
+    starts = [0]
+    for flat, _ in flats:
+        starts.append(starts[-1] + flat.numel())
+    total = starts.pop()
+    for begin in range(0, total, 2 * _PAIRS):
+        elements = min(2 * _PAIRS, total - begin)
+        pairs = -(-elements // 2)
+        offset, size = begin * dtype.itemsize, _word_bytes(elements, dtype)
+        words = buffer[:size] if ahead is None else ahead[offset : offset + size]
+        if ahead is None:
+            _fill(key, offset, words)
+        integers = torch.from_numpy(words).view(signed)
+        radius, angle, wave = scratch[:, :pairs]
+        if dtype == torch.float32:
+            radius.copy_(integers[:pairs].view(torch.uint32)).mul_(_SCALE)
+        else:
+            radius.copy_(integers[:pairs]).mul_(2.0**-64).add_(0.5).clamp_(2.0**-54, 1 - 2.0**-53)
+        radius.log_().mul_(-2.0).sqrt_()
+        if dtype == torch.float32:
+            _extend(key, begin // 2, words.view(np.uint32)[:pairs], radius)
+        angle.copy_(integers[pairs : 2 * pairs]).mul_(math.pi / -torch.iinfo(signed).min)
+        for function, low in ((torch.cos, begin), (torch.sin, begin + pairs)):
+            function(angle, out=wave)
+            high = min(low + pairs, begin + elements)
+            for index in range(bisect_right(starts, low) - 1, len(flats)):
+                start, (flat, std) = starts[index], flats[index]
+                if start >= high:
+                    break
+                a, b = max(low, start), min(high, start + flat.numel())
+                if a < b:
+                    part = slice(a - low, b - low)
+                    flat[a - start : b - start].addcmul_(radius[part], wave[part], value=std)
+
+
+def _cpu_bytes(tensors: Iterable[Tensor]) -> dict[torch.dtype, int]:
+    """Bytes of stream that the CPU tensors of each dtype need together."""
+    elements: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        if tensor.device.type == "cpu":
+            elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.numel()
+    return {dtype: _word_bytes(n, dtype) for dtype, n in elements.items() if n}
+
+
+def _check(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _SIGNED:
+            raise TypeError(
+                f"noise for {name!r} would be added in {tensor.dtype}; float32 and float64 are "
+                f"allowed: sum the contributions with .float() first"
+            )
+
+
+class NoiseSource:
+    """Gaussian noise for releases: one call of `add` or `normal` is one draw.
+
+    tensor <- tensor + std * z,   z ~ N(0, I), fresh in every call
+
+    **Guarantee.** Seeded with 256 bits of operating-system entropy and independent of every other
+    generator; neither reads nor moves the states of `torch`, `numpy.random` and `random`. Every
+    word of the stream serves one pair of normals of one release: what was drawn ahead is consumed
+    once or thrown away, a release that failed half way is not drawn again, and a forked process
+    gets a new key. On the CPU z is Gaussian up to rounding: the uniform behind the radius has 96
+    bits in the tail for float32 (|z| up to 11.5) and 54 for float64 (|z| up to 8.6); float64
+    tensors get noise of float64 resolution. On other devices z comes from the device's own
+    generator, seeded per release with 64 bits of the stream key; the float32 tail of CUDA's ends
+    near |z| = 6.7. Floating-point attacks on the released bits (Mironov 2012) are not defended
+    against.
+
+    Args:
+        purpose: What the noise is for. Sources with the same key and different purposes (chains,
+            ranks, methods) are independent.
+    """
+
+    def __init__(self, *, purpose: str = "noise") -> None:
+        self._start(secrets.token_bytes(_KEY_BYTES), 0, purpose)
+
+    @classmethod
+    def from_key(cls, key: bytes, step: int = 0, *, purpose: str = "noise") -> NoiseSource:
+        """Continue the source that had this key, at its release number `step`.
+
+        **Guarantee.** Equal, bit for bit on one machine, to the uninterrupted source. The caller
+        answers for never releasing one step twice: re-key when in doubt.
+
+        Args:
+            key: The other source's `key`.
+            step: The number of the next release, the other source's `step`.
+            purpose: The other source's purpose.
+        """
+        if len(key) != _KEY_BYTES or step < 0:
+            raise ValueError(
+                f"a key of {len(key)} bytes and step {step} were given; allowed are "
+                f"{_KEY_BYTES} bytes and a step of 0 or more: pass source.key and source.step"
+            )
+        source = cls.__new__(cls)
+        source._start(key, step, purpose)
+        return source
+
+    @classmethod
+    def seeded(cls, seed: int, *, purpose: str = "noise") -> NoiseSource:
+        """Return a reproducible source for debugging; what it releases is not private."""
+        digest = blake2b(str(seed).encode(), digest_size=_KEY_BYTES - len(_DEBUG)).digest()
+        return cls.from_key(_DEBUG + digest, purpose=purpose)
+
+    def _start(self, key: bytes, step: int, purpose: str) -> None:
+        self._key = key
+        self._purpose = purpose
+        self._step = step
+        self._draws = 0
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._scratch: dict[torch.dtype, tuple[Tensor, _Words]] = {}
+        self._forget_threads()
+
+    def _forget_threads(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._worker: ThreadPoolExecutor | None = None
+        self._buffers: dict[torch.dtype, _Words] = {}
+        self._ahead: tuple[int, dict[torch.dtype, int], Future[None]] | None = None
+
+    @property
+    def key(self) -> bytes:
+        """The secret root key: for an owner-only file, never for a log or a checkpoint."""
+        self._rekey_after_fork()
+        return self._key
+
+    @property
+    def step(self) -> int:
+        """The number of the next release."""
+        return self._step
+
+    @property
+    def draws(self) -> int:
+        """Releases that this object has drawn noise for."""
+        return self._draws
+
+    @property
+    def private(self) -> bool:
+        """Whether the noise is secret; False stamps a statement "debug: not private"."""
+        return not self._key.startswith(_DEBUG)
+
+    @property
+    def source(self) -> str:
+        """Where the noise comes from, for the privacy statement."""
+        if not self.private:
+            return "seeded (debug)"
+        return f"operating-system entropy, {_generator_name()}"
+
+    def __repr__(self) -> str:
+        return f"NoiseSource(source={self.source!r}, step={self.step})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a NoiseSource cannot be pickled or copied: the copy would repeat its noise and show "
+            "its key; make a new NoiseSource(), or NoiseSource.from_key(...) to resume"
+        )
+
+    def prepare(self, tensors: Mapping[str, Tensor], *, ahead: bool | None = None) -> None:
+        """Announce the tensors of the next release, so that CPU noise is drawn in the background.
+
+        **Guarantee.** Changes when the noise is drawn, not its value. Holds one release at most;
+        a release of other sizes throws it away.
+
+        Args:
+            tensors: What `add` will get; only sizes, dtypes and devices are read.
+            ahead: Draw in the background; by default only if there are more cores than torch
+                uses, since otherwise the drawing slows the training down by as much as it saves.
+        """
+        _check(tensors)
+        self._rekey_after_fork()
+        if ahead is None:
+            ahead = _cores() > torch.get_num_threads()
+        sizes = _cpu_bytes(tensors.values())
+        with self._lock:
+            self._ahead = None
+            if not ahead or not sizes:
+                return
+            if self._worker is None:
+                self._worker = ThreadPoolExecutor(1, thread_name_prefix="dpbnn-noise")
+            keys = {dtype: self._stream_key(str(dtype)) for dtype in sizes}
+            self._ahead = (self._step, sizes, self._worker.submit(self._draw_ahead, keys, sizes))
+
+    def add(self, tensors: Mapping[str, Tensor], std: float | Mapping[str, float]) -> None:
+        """Add N(0, std^2) to every element, in place: one draw, one release.
+
+        Args:
+            tensors: float32 or float64, on any device, of any shape.
+            std: One standard deviation for all, or one per name.
+        """
+        _check(tensors)
+        stds = dict.fromkeys(tensors, float(std)) if not isinstance(std, Mapping) else dict(std)
+        if stds.keys() != tensors.keys() or not all(0 <= s < math.inf for s in stds.values()):
+            raise ValueError(
+                f"std {std!r} was given for {list(tensors)}; allowed is one finite number of 0 or "
+                f"more, or one per name"
+            )
+        self._rekey_after_fork()
+        with self._lock, torch.no_grad():
+            sizes = _cpu_bytes(tensors.values())
+            ahead, self._ahead = self._ahead, None
+            try:
+                drawn: dict[torch.dtype, _Words] = {}
+                if ahead is not None and ahead[:2] == (self._step, sizes):
+                    ahead[2].result()
+                    drawn = self._buffers
+                for dtype in sizes:
+                    self._add_on_cpu(dtype, tensors, stds, drawn.get(dtype))
+                self._add_on_devices(tensors, stds)
+            finally:
+                self._step += 1
+                self._draws += 1
+
+    def normal(
+        self, likes: Mapping[str, Tensor], std: float | Mapping[str, float]
+    ) -> dict[str, Tensor]:
+        """Return N(0, std^2) tensors of the given shapes, dtypes and devices: one draw."""
+        noise = {name: torch.zeros_like(like) for name, like in likes.items()}
+        self.add(noise, std)
+        return noise
+
+    def _add_on_cpu(
+        self,
+        dtype: torch.dtype,
+        tensors: Mapping[str, Tensor],
+        stds: Mapping[str, float],
+        drawn: _Words | None,
+    ) -> None:
+        if dtype not in self._scratch:
+            words = np.empty(2 * _PAIRS * dtype.itemsize, np.uint8)
+            with torch.inference_mode(False):
+                scratch = torch.empty(3, _PAIRS, dtype=dtype, device="cpu")
+            self._scratch[dtype] = scratch, words
+        own = {k: t for k, t in tensors.items() if t.device.type == "cpu" and t.dtype == dtype}
+        flats = {name: tensor.reshape(-1) for name, tensor in own.items()}
+        pairs = [(flat, stds[name]) for name, flat in flats.items()]
+        _add_gaussian(pairs, self._stream_key(str(dtype)), drawn, *self._scratch[dtype])
+        for name, tensor in own.items():
+            if not tensor.is_contiguous():
+                tensor.copy_(flats[name].view_as(tensor))
+
+    def _add_on_devices(self, tensors: Mapping[str, Tensor], stds: Mapping[str, float]) -> None:
+        seeded: set[torch.device] = set()
+        for name, tensor in tensors.items():
+            device = tensor.device
+            if device.type == "cpu":
+                continue
+            if device not in self._generators:
+                self._generators[device] = torch.Generator(device)
+            generator = self._generators[device]
+            if device not in seeded:
+                generator.manual_seed(int.from_bytes(self._stream_key(str(device))[:8], "big"))
+                seeded.add(device)
+            noise = torch.empty_like(tensor).normal_(generator=generator)
+            tensor.add_(noise, alpha=stds[name])
+
+    def _draw_ahead(self, keys: dict[torch.dtype, bytes], sizes: dict[torch.dtype, int]) -> None:
+        for dtype, size in sizes.items():
+            if dtype not in self._buffers or self._buffers[dtype].size != size:
+                self._buffers[dtype] = np.empty(size, np.uint8)
+            _fill(keys[dtype], 0, self._buffers[dtype])
+
+    def _stream_key(self, use: str) -> bytes:
+        message = f"{use}\0{self._purpose}".encode()
+        step = self._step.to_bytes(8, "big")
+        return blake2b(
+            step + message, key=self._key, digest_size=16, person=b"dpbnn noise"
+        ).digest()
+
+    def _rekey_after_fork(self) -> None:
+        if self._process == os.getpid():
+            return
+        if not self.private:
+            raise RuntimeError(
+                "a seeded NoiseSource was forked and would repeat the parent's noise; make one "
+                "with another seed in the child process"
+            )
+        self._key = secrets.token_bytes(_KEY_BYTES)
+        self._forget_threads()
+
+
+def _cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1

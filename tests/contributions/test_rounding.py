@@ -1,0 +1,157 @@
+"""Norms are never rounded down: cancellation, reduced precision, large and small scales."""
+
+import pytest
+import torch
+from contributions_contract import assert_matches, per_example
+from torch import nn
+
+from dpbnn.contributions import attach
+from dpbnn.contributions.outer import Outer
+from dpbnn.networks import mlp
+
+
+class Opposed(nn.Module):
+    """A linear layer whose two halves see the same input and opposite output gradients."""
+
+    def __init__(self, width, bias):
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=bias)
+
+    def forward(self, x):
+        z = self.linear(x)
+        half = x.shape[1] // 2
+        return (z[:, :half].sum((1, 2)) - (1 + 1e-4) * z[:, half:].sum((1, 2))).unsqueeze(1)
+
+
+def opposed(scale, width=64, half=8, bias=True):
+    torch.manual_seed(0)
+    x = scale * torch.randn(4, half, width)
+    return Opposed(width, bias), torch.cat([x, x], 1), torch.zeros(4)
+
+
+def identity(outputs, y):
+    return -outputs[:, 0]
+
+
+def never_below(model, x, y):
+    expected = per_example(model, identity, x, y)
+    expected = torch.cat([v.flatten(1) for v in expected.values()], 1).norm(dim=1)
+    norms = attach(model, identity)(x, y).norms()
+    return bool((norms >= expected * (1 - 1e-5)).all())
+
+
+@pytest.mark.parametrize("form", [None, "gram", "instantiated"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+def test_cancelling_positions_are_not_rounded_down(scale, bias, form, monkeypatch):
+    monkeypatch.setattr(Outer, "form", form)
+    assert never_below(*opposed(scale, bias=bias))
+
+
+def test_a_naive_float32_gram_would_be_rounded_down(monkeypatch):
+    def naive(self):
+        a, g = self.terms[0].factors(slice(None))
+        value = (torch.bmm(a, a.mT) * torch.bmm(g, g.mT)).sum((1, 2)).clamp(min=0).double()
+        return dict.fromkeys(self.shapes, value)
+
+    monkeypatch.setattr(Outer, "form", "gram")
+    monkeypatch.setattr(Outer, "_gram", naive)
+    assert not all(
+        never_below(*opposed(1.0, width, half, False)) for width in (64, 256) for half in (8, 64)
+    )
+
+
+@pytest.mark.parametrize("kind", ["conv", "norm", "embedding"])
+def test_cancelling_positions_of_other_layers(kind):
+    torch.manual_seed(0)
+    layer = {
+        "conv": nn.Conv1d(3, 5, 1),
+        "norm": nn.Sequential(nn.Flatten(2), nn.GroupNorm(3, 3)),
+        "embedding": nn.Embedding(7, 5),
+    }[kind]
+    x = torch.randn(4, 3, 8)
+    x = torch.cat([x, x], 2) if kind != "embedding" else torch.randint(0, 7, (4, 8)).repeat(1, 2)
+
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            z = self.layer(x)
+            axis = 1 if kind == "embedding" else 2
+            one, two = z.split(8, axis)
+            return (one.sum((1, 2)) - (1 + 1e-4) * two.sum((1, 2))).unsqueeze(1)
+
+    assert never_below(Halves(), x, torch.zeros(4))
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-3, 1e6, 1e12])
+def test_extreme_scales_keep_their_relative_accuracy(scale):
+    model = nn.Linear(6, 1)
+    x, y = scale * torch.randn(4, 6), torch.zeros(4)
+    expected = per_example(model, identity, x, y)
+    expected = torch.cat([v.flatten(1) for v in expected.values()], 1).norm(dim=1)
+    norms = attach(model, identity)(x, y).norms()
+    assert (norms >= expected * (1 - 1e-6)).all()
+    assert (norms <= expected * (1 + 1e-3)).all()
+
+
+@pytest.fixture
+def _without_onednn():
+    """Some virtual machines announce bfloat16 matrix instructions that they do not run."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        yield
+
+
+@pytest.mark.usefixtures("_without_onednn")
+def test_norms_and_sums_under_bfloat16_autocast_are_float32():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 3))
+    x, y = torch.randn(8, 64), torch.randint(0, 3, (8,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        c = attach(model, "categorical")(x, y)
+        sums, norms = c.weighted_sum(torch.ones(8)), c.norms()
+    assert all(v.dtype == torch.float32 for v in sums.values())
+    assert_matches(c, per_example(model, "categorical", x, y), sums=3e-2, low=3e-2, high=3e-2)
+    for i in range(8):
+        alone = c.weighted_sum(torch.eye(8)[i])
+        actual = torch.cat([v.flatten() for v in alone.values()]).double().norm()
+        assert actual <= norms[i] <= actual * 1.001
+
+
+@pytest.mark.usefixtures("_without_onednn")
+def test_half_precision_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(64, 128), nn.Tanh(), nn.LayerNorm(128), nn.Linear(128, 3)
+    ).bfloat16()
+    x, y = torch.randn(8, 64).bfloat16(), torch.randint(0, 3, (8,))
+    c = attach(model, "categorical")(x, y)
+    assert all(v.dtype == torch.float32 for v in c.weighted_sum(torch.ones(8)).values())
+    assert_matches(c, per_example(model, "categorical", x, y), sums=5e-2, low=5e-2, high=5e-2)
+
+
+def test_clipped_example_stays_below_the_clip():
+    """The float64 norm of every example's clipped contribution is at most the clip."""
+    torch.manual_seed(0)
+    model = mlp(20, (30, 30), 3)
+    x, y = 5 * torch.randn(16, 20), torch.randint(0, 3, (16,))
+    c = attach(model, "categorical")(x, y)
+    w = (0.1 / c.norms()).clamp(max=1.0)
+    for i in range(16):
+        alone = c.weighted_sum(w * torch.eye(16)[i])
+        assert torch.cat([v.flatten() for v in alone.values()]).double().norm() <= 0.1
+
+
+@pytest.mark.usefixtures("_without_onednn")
+def test_matrix_precision_settings_are_restored():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        model = mlp(20, (30,), 3)
+        c = attach(model, "categorical")(torch.randn(4, 20), torch.tensor([0, 1, 2, 0]))
+        c.weighted_sum(torch.ones(4))
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)

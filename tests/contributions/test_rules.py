@@ -1,0 +1,293 @@
+"""Every rule against float64 gradients, on architectures that hypothesis draws."""
+
+import warnings
+
+import pytest
+import torch
+from contributions_contract import assert_matches, gaussian_truth, per_example
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from dpbnn.contributions import attach
+from dpbnn.contributions.outer import Outer
+from dpbnn.networks import to_gaussian
+
+drawn = settings(max_examples=25, deadline=None, derandomize=True)
+small = st.integers(1, 3)
+
+
+class Apply(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def activation(draw):
+    return draw(st.sampled_from([nn.Tanh, nn.GELU, nn.Softplus, nn.SiLU]))()
+
+
+@st.composite
+def vectors(draw):
+    width = draw(st.integers(1, 9))
+    shape, layers = (width,), []
+    for _ in range(draw(st.integers(1, 3))):
+        out = draw(st.integers(4, 12))
+        layers += [nn.Linear(width, out, bias=draw(st.booleans())), activation(draw)]
+        kind = draw(st.sampled_from(["none", "layer", "rms", "group"]))
+        if kind == "layer":
+            layers.append(nn.LayerNorm(out, bias=draw(st.booleans())))
+        elif kind == "rms":
+            layers.append(nn.RMSNorm(out, eps=1e-5))
+        elif kind == "group":
+            layers.append(nn.GroupNorm(1, out))
+        width = out
+    return nn.Sequential(*layers, nn.Linear(width, 3)), shape, None
+
+
+@st.composite
+def sequences(draw):
+    length, width = draw(st.integers(1, 9)), 2 * draw(st.integers(2, 6))
+    tokens = draw(st.booleans())
+    layers = []
+    if tokens:
+        layers.append(nn.Embedding(5, width, padding_idx=draw(st.sampled_from([None, 0, 3]))))
+    for _ in range(draw(st.integers(1, 3))):
+        kind = draw(st.sampled_from(["linear", "layer", "rms", "encoder", "conv"]))
+        if kind == "linear":
+            out = 2 * draw(st.integers(2, 8))
+            layers += [nn.Linear(width, out, bias=draw(st.booleans())), activation(draw)]
+            width = out
+        elif kind == "layer":
+            layers.append(nn.LayerNorm((length, width) if draw(st.booleans()) else width))
+        elif kind == "rms":
+            layers.append(nn.RMSNorm(width, eps=1e-5))
+        elif kind == "encoder":
+            layers.append(
+                nn.TransformerEncoderLayer(
+                    width,
+                    2,
+                    8,
+                    dropout=0.0,
+                    batch_first=True,
+                    norm_first=draw(st.booleans()),
+                    activation="gelu",
+                )
+            )
+        else:
+            swap = Apply(lambda x: x.transpose(1, 2))
+            layers += [swap, nn.Conv1d(width, width, 3, padding=1, groups=2), swap]
+    layers += [Apply(lambda x: x.mean(1)), nn.Linear(width, 3)]
+    first = layers[0]
+    shape = (length, first.in_features if isinstance(first, nn.Linear) else width)
+    shape = (length, _input_width(layers))
+    return nn.Sequential(*layers), (length,) if tokens else shape, 5 if tokens else None
+
+
+def _input_width(layers):
+    for layer in layers:
+        for name in ("in_features", "embedding_dim", "in_channels"):
+            if hasattr(layer, name):
+                return getattr(layer, name)
+        if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+            return layer.normalized_shape[-1]
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            return layer.linear1.in_features
+    raise AssertionError
+
+
+@st.composite
+def images(draw, gaussian=False):
+    axes = 2 if gaussian else draw(st.integers(1, 3))
+    convolution = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[axes]
+    size = draw(st.integers(5, 7))
+    groups = draw(st.sampled_from([1, 2]))
+    channels = groups * draw(small)
+    shape, layers = (channels, *[size] * axes), []
+    for _ in range(draw(st.integers(1, 2))):
+        out = 2 * draw(st.integers(1, 4))
+        groups = draw(st.sampled_from([g for g in (1, 2) if channels % g == 0]))
+        mode = "zeros" if gaussian else draw(st.sampled_from(["zeros", "circular", "replicate"]))
+        string = draw(st.booleans())
+        layers += [
+            convolution(
+                channels,
+                out,
+                draw(small),
+                stride=1 if string else draw(st.integers(1, 2)),
+                padding=draw(st.sampled_from(["same", "valid"]))
+                if string
+                else draw(st.integers(0, 2)),
+                dilation=draw(st.integers(1, 2)),
+                groups=groups,
+                bias=draw(st.booleans()),
+                padding_mode=mode,
+            ),
+            activation(draw),
+        ]
+        if not gaussian and draw(st.booleans()):
+            layers.append(nn.GroupNorm(draw(st.sampled_from([1, 2])), out))
+        channels = out
+    model = nn.Sequential(*layers, nn.Flatten())
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            width = model(torch.zeros(2, *shape)).shape[1]
+    except RuntimeError:
+        return nn.Sequential(nn.Flatten(), nn.Linear(torch.Size(shape).numel(), 3)), shape, None
+    return nn.Sequential(*model, nn.Linear(width, 3)), shape, None
+
+
+def batch(shape, tokens, size=4):
+    g = torch.Generator().manual_seed(7)
+    y = torch.randint(0, 3, (size,), generator=g)
+    if tokens:
+        return torch.randint(0, tokens, (size, *shape), generator=g), y
+    return torch.randn(size, *shape, generator=g), y
+
+
+@pytest.fixture(params=[None, "gram", "instantiated"], autouse=False)
+def form(request, monkeypatch):
+    monkeypatch.setattr(Outer, "form", request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("kind", [vectors, sequences, images])
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+def test_random_architectures_match_float64(kind, form):
+    @drawn
+    @given(kind(), st.sampled_from(["categorical", "gaussian"]), st.integers(0, 99))
+    def check(case, likelihood, seed):
+        model, shape, tokens = case
+        torch.manual_seed(seed)
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        x, y = batch(shape, tokens)
+        if likelihood == "gaussian":
+            y = torch.randn(len(y), 3)
+        c = attach(model, likelihood)(x, y)
+        assert_matches(c, per_example(model, likelihood, x, y))
+
+    check()
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("space", ["weights", "parameters"])
+def test_random_gaussian_architectures_match_float64(space, form):
+    @settings(drawn, max_examples=12)
+    @given(st.one_of(images(gaussian=True), vectors()), st.integers(1, 3), st.booleans())
+    def check(case, draws, constant):
+        plain, shape, tokens = case
+        model = to_gaussian(plain, rho=-1.0)
+        x, y = batch(shape, tokens)
+        g = torch.Generator().manual_seed(5)
+        attached = attach(model, "categorical", space=space, draws=draws)
+        constants = {
+            n: 0.3 * torch.randn(s, generator=g) for n, s in attached.shapes.items() if constant
+        }
+        c = attached(x, y, data_free=constants)
+        truth = gaussian_truth(plain, model, "categorical", x, y, c.draws, space, constants)
+        assert_matches(c, truth)
+
+    check()
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.position = nn.Embedding(6, 4), nn.Embedding(5, 4)
+        self.mix, self.out = nn.Linear(4, 4), nn.Linear(4, 6, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x):
+        h = self.embed(x) + self.position(torch.arange(x.shape[1]))
+        return self.out(self.mix(torch.tanh(self.mix(h))).mean(1))
+
+
+def test_tied_weights_reused_modules_and_shared_positions(form):
+    model = Tied()
+    x, y = torch.randint(0, 6, (4, 5)), torch.randint(0, 6, (4,))
+    assert_matches(attach(model, "categorical")(x, y), per_example(model, "categorical", x, y))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_transformer_with_either_batch_axis(batch_first):
+    """Sequence length equals batch size, so a wrong axis would go unnoticed by shapes alone."""
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=batch_first),
+        2,
+        enable_nested_tensor=False,
+    )
+    swap = Apply(lambda x: x if batch_first else x.transpose(0, 1))
+    model = nn.Sequential(swap, encoder, swap, Apply(lambda x: x.mean(1)), nn.Linear(8, 3))
+    x, y = batch((4, 8), None)
+    for mode in (True, False):
+        model.train(mode)
+        assert_matches(attach(model, "categorical")(x, y), per_example(model, "categorical", x, y))
+
+
+class Masked(nn.Module):
+    def __init__(self, need_weights):
+        super().__init__()
+        self.need_weights = need_weights
+        self.attention, self.out = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x, memory, padding):
+        causal = torch.triu(torch.ones(x.shape[1], memory.shape[1], dtype=torch.bool), 1)
+        out, weights = self.attention(
+            x,
+            memory,
+            memory,
+            key_padding_mask=padding,
+            attn_mask=causal,
+            need_weights=self.need_weights,
+        )
+        return self.out(out.mean(1)) + (
+            0 if weights is None else weights.square().mean((1, 2))[:, None]
+        )
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_cross_attention_with_masks(need_weights):
+    model = Masked(need_weights)
+    x, y = batch((5, 8), None)
+    padding = torch.zeros(4, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    inputs = (x, torch.randn(4, 5, 8), padding)
+    c = attach(model, "categorical")(inputs, y)
+    assert_matches(c, per_example(model, "categorical", inputs, y))
+
+
+def test_rows_folded_into_the_batch_axis():
+    model = nn.Sequential(
+        Apply(lambda x: x.flatten(0, 1)),
+        nn.Linear(6, 5),
+        nn.Tanh(),
+        Apply(lambda x: x.view(-1, 3, 5).sum(1)),
+        nn.Linear(5, 3),
+    )
+    x, y = batch((3, 6), None)
+    assert_matches(attach(model, "categorical")(x, y), per_example(model, "categorical", x, y))
+
+
+def test_frozen_parameters_are_left_out():
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3))
+    model[0].weight.requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    model[3].bias.requires_grad_(False)
+    x, y = batch((6,), None)
+    c = attach(model, "categorical")(x, y)
+    assert set(c.shapes) == {"0.bias", "2.weight", "3.weight"}
+    assert_matches(c, per_example(model, "categorical", x, y))
+
+
+def test_in_place_activations_after_a_layer():
+    model = nn.Sequential(
+        nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 5), nn.ReLU(inplace=True)
+    )
+    x, y = batch((6,), None)
+    assert_matches(attach(model, "categorical")(x, y), per_example(model, "categorical", x, y))

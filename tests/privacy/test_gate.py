@@ -1,0 +1,256 @@
+import math
+import os
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+import dpbnn
+from dpbnn.contributions import DenseContributions
+from dpbnn.privacy.gate import Gate
+from dpbnn.privacy.noise import NoiseSource
+
+FALSE_ALARM = 1e-4
+
+
+def open_gate(**arguments):
+    return Gate(clip=math.inf, noise_multiplier=0.0, **arguments)
+
+
+def silent_gate(clip, **arguments):
+    """A gate that clips and adds no noise, to look at the sums."""
+    return Gate(clip=clip, noise_multiplier=0.0, **arguments)
+
+
+rows = st.lists(
+    st.lists(st.floats(-1e6, 1e6, width=32), min_size=3, max_size=3), min_size=1, max_size=6
+)
+
+
+@given(rows, st.floats(1e-3, 1e3))
+def test_the_sum_is_that_of_clipped_rows(values, clip):
+    rows = torch.tensor(values, dtype=torch.float32)
+    release = silent_gate(clip)(DenseContributions(rows))["value"].double()
+    norms = rows.double().norm(dim=1, keepdim=True)
+    expected = (rows.double() * torch.clamp(clip / norms.clamp_min(1e-300), max=1.0)).sum(0)
+    scale = min(clip, float(norms.max())) * len(rows)
+    torch.testing.assert_close(release, expected, atol=1e-3 * scale + 1e-30, rtol=0)
+
+
+@given(rows, st.floats(1e-3, 1e3))
+def test_one_examples_share_never_exceeds_the_clip(values, clip):
+    """In float64, up to four units in the last place of float32."""
+    for row in torch.tensor(values, dtype=torch.float32):
+        release = silent_gate(clip)(DenseContributions(row[None]))["value"]
+        assert release.double().norm() <= clip * (1 + 4 * torch.finfo(torch.float32).eps)
+
+
+def test_noise_has_the_declared_scale_and_the_test_sees_five_percent_more():
+    """KS test at sigma * C on every tensor, false-alarm rate 1e-4 each; it rejects 1.05 sigma."""
+    gate = Gate(clip=0.5, noise_multiplier=3.0)
+    zeros = DenseContributions({"a": torch.zeros(4, 300, 200), "b": torch.zeros(4, 50_000)})
+    for value in gate(zeros).values():
+        sample = value.flatten().numpy()
+        assert stats.kstest(sample, "norm", (0, 1.5)).pvalue > FALSE_ALARM
+        assert stats.kstest(sample, "norm", (0, 1.5 / 1.05)).pvalue < FALSE_ALARM
+
+
+def test_an_empty_batch_releases_noise_and_is_recorded():
+    gate = Gate(clip=1.0, noise_multiplier=2.0, sampler=dpbnn.Poisson(1000, 1))
+    release = gate(DenseContributions(torch.zeros(0, 20_000)))["value"]
+    assert stats.kstest(release.numpy(), "norm", (0, 2.0)).pvalue > FALSE_ALARM
+    assert gate.ledger.releases == 1
+
+
+class NoChunks(DenseContributions):
+    """Contributions that come in chunks, of which an empty batch has none."""
+
+    def chunks(self):
+        yield from ()
+
+
+def test_a_batch_without_chunks_releases_noise_too():
+    gate = Gate(clip=1.0, noise_multiplier=2.0)
+    release = gate(NoChunks(torch.zeros(0, 20_000)))["value"]
+    assert release.std() == pytest.approx(2.0, rel=0.05)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
+def test_an_example_that_is_not_finite_counts_as_absent(bad):
+    values = torch.randn(5, 4)
+    expected = silent_gate(1.0)(DenseContributions(values[1:]))["value"]
+    values[0, 2] = bad
+    values[0, 1] = bad
+    release = silent_gate(1.0)(DenseContributions(values))["value"]
+    assert release.isfinite().all()
+    torch.testing.assert_close(release, expected)
+
+
+def test_division_is_by_the_expected_batch_size_and_on_request_only():
+    draw = dpbnn.Poisson(100, 8)
+    contributions = DenseContributions(torch.full((3, 2), 0.1))
+    total = silent_gate(1.0, sampler=draw)(contributions)["value"]
+    mean = silent_gate(1.0, sampler=draw)(contributions, mean=True)["value"]
+    torch.testing.assert_close(total, torch.full((2,), 0.3))
+    torch.testing.assert_close(mean, torch.full((2,), 0.3 / 8))
+    with pytest.raises(ValueError, match="needs a sampler"):
+        silent_gate(1.0)(contributions, mean=True)
+
+
+def test_the_ledger_gets_the_samplers_event_and_this_sigma():
+    draw = dpbnn.Poisson(1000, 50)
+    ledger = dpbnn.Ledger()
+    gate = Gate(clip=2.0, noise_multiplier=1.5, sampler=draw, ledger=ledger, label="training")
+    for size in (40, 0, 61):
+        gate(DenseContributions(torch.randn(size, 3)))
+    assert ledger.events == (draw.event(1.5, 3),)
+    mechanism = gate.statement(delta=1e-5).mechanisms[0]
+    assert (mechanism["label"], mechanism["clip"], mechanism["releases"]) == ("training", 2.0, 3)
+
+
+def test_without_a_sampler_nothing_is_amplified():
+    gate = Gate(clip=1.0, noise_multiplier=5.0)
+    gate(DenseContributions(torch.randn(10, 3)))
+    assert gate.ledger.events == (dpbnn.Event("full-batch", 5.0, 1),)
+
+
+def test_the_entry_is_on_disk_before_the_noise_is_drawn(tmp_path, monkeypatch):
+    order = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (fsync(fd), order.append("fsync")))
+    source = NoiseSource()
+    add = source.add
+    monkeypatch.setattr(source, "add", lambda *a, **k: (order.append("noise"), add(*a, **k)))
+    ledger = dpbnn.Ledger(tmp_path / "ledger.jsonl")
+    order.clear()
+    Gate(clip=1.0, noise_multiplier=1.0, ledger=ledger, noise=source)(
+        DenseContributions(torch.zeros(1, 2))
+    )
+    assert order[-1] == "noise"
+    assert "fsync" in order[:-1]
+
+
+def test_a_budget_stops_the_gate_before_anything_is_released():
+    ledger = dpbnn.Ledger(epsilon=1.0, delta=1e-5)
+    source = NoiseSource()
+    gate = Gate(clip=1.0, noise_multiplier=6.0, ledger=ledger, noise=source)
+    gate(DenseContributions(torch.zeros(1, 2)))
+    assert gate.ledger.epsilon() < 1.0
+    with pytest.raises(dpbnn.BudgetExceeded):
+        gate(DenseContributions(torch.zeros(1, 2)), noise_multiplier=2.0)
+    assert source.draws == ledger.releases
+
+
+def test_reserved_releases_are_spent_at_once_and_used_one_by_one():
+    draw = dpbnn.Partition(20, 5)
+    gate = Gate(clip=1.0, noise_multiplier=1.0, sampler=draw)
+    gate.reserve(3)
+    assert gate.ledger.releases == 3
+    for _ in range(4):
+        gate(DenseContributions(torch.zeros(5, 2)))
+    assert gate.ledger.events == (draw.event(1.0, 4),)
+    gate.reserve(1, noise_multiplier=2.0)
+    with pytest.raises(ValueError, match="another value was reserved"):
+        gate(DenseContributions(torch.zeros(5, 2)))
+
+
+def test_a_schedule_is_recorded_as_it_runs():
+    gate = Gate(clip=1.0, noise_multiplier=1.0)
+    gate(DenseContributions(torch.zeros(1, 2)))
+    release = gate(DenseContributions(torch.zeros(1, 50_000)), noise_multiplier=4.0)["value"]
+    assert release.std() == pytest.approx(4.0, rel=0.02)
+    assert [event.noise_multiplier for event in gate.ledger.events] == [1.0, 4.0]
+
+
+def test_an_open_gate_passes_everything_and_says_so():
+    gate = open_gate()
+    values = torch.randn(7, 3) * 1000
+    torch.testing.assert_close(gate(DenseContributions(values))["value"], values.sum(0))
+    assert "NOT PRIVATE" in str(gate.statement(delta=1e-5))
+
+
+def test_a_seeded_source_stamps_the_statement():
+    gate = Gate(clip=1.0, noise_multiplier=1.0, noise=NoiseSource.seeded(0))
+    gate(DenseContributions(torch.zeros(1, 2)))
+    assert "DEBUG: NOT PRIVATE" in str(gate.statement(delta=1e-5))
+
+
+def test_groups_are_clipped_by_themselves_and_share_the_sensitivity():
+    values = {
+        "a.w": torch.full((1, 4), 10.0),
+        "a.b": torch.full((1, 1), 10.0),
+        "b": torch.ones(1, 1),
+    }
+    gate = silent_gate({"a": 3.0, "b": 4.0})
+    release = gate(DenseContributions(values))
+    joint = torch.cat([release["a.w"].flatten(), release["a.b"].flatten()])
+    assert joint.norm() == pytest.approx(3.0, rel=1e-3)
+    assert release["b"].item() == pytest.approx(1.0)
+    assert gate.sensitivity == pytest.approx(5.0)
+    noisy = Gate(clip={"a": 3.0, "b": 4.0}, noise_multiplier=2.0)
+    wide = DenseContributions({"a": torch.zeros(1, 40_000), "b": torch.zeros(1, 40_000)})
+    for value in noisy(wide).values():
+        assert value.std() == pytest.approx(10.0, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("clips", "message"),
+    [
+        ({"a": 1.0}, "belong to no group"),
+        ({"a": 1.0, "b": 1.0, "c": 1.0}, "no parameter of its own"),
+        ({"a": 1.0, "": 1.0}, "no parameter of its own"),
+    ],
+)
+def test_groups_must_cover_every_parameter_once(clips, message):
+    values = DenseContributions({"a": torch.ones(1, 1), "b": torch.ones(1, 1)})
+    with pytest.raises(ValueError, match=message):
+        silent_gate(clips)(values)
+
+
+def test_sensitivity_doubles_under_replace_one():
+    ledger = dpbnn.Ledger(relation="replace-one")
+    assert Gate(clip=1.5, noise_multiplier=1.0, ledger=ledger).sensitivity == 3.0
+    assert Gate(clip=1.5, noise_multiplier=1.0).sensitivity == 1.5
+
+
+def test_a_sampler_that_the_relation_does_not_allow_is_refused_at_once():
+    ledger = dpbnn.Ledger(relation="replace-one")
+    with pytest.raises(dpbnn.UnsupportedEvent):
+        Gate(clip=1.0, noise_multiplier=1.0, sampler=dpbnn.Poisson(10, 2), ledger=ledger)
+
+
+@pytest.mark.parametrize(
+    ("draw", "relation", "size"),
+    [
+        (dpbnn.FullBatch(10), "zero-out", 9),
+        (dpbnn.Partition(10, 4), "zero-out", 3),
+        (dpbnn.FixedSize(10, 4), "replace-one", 5),
+        (dpbnn.Poisson(10, 4), "zero-out", 11),
+    ],
+)
+def test_batches_that_the_sampler_cannot_have_drawn_are_refused(draw, relation, size):
+    ledger = dpbnn.Ledger(relation=relation)
+    gate = Gate(clip=1.0, noise_multiplier=1.0, sampler=draw, ledger=ledger)
+    with pytest.raises(ValueError, match=rf"the batch has {size} records"):
+        gate(DenseContributions(torch.zeros(size, 2)))
+    assert ledger.releases == 0
+
+
+@pytest.mark.parametrize(
+    ("clip", "sigma", "message"),
+    [
+        (0.0, 1.0, "clip=0"),
+        (-1.0, 1.0, "clip=-1"),
+        (math.nan, 1.0, "clip=nan"),
+        (math.inf, 1.0, "clip=inf"),
+        (1.0, -1.0, "noise_multiplier=-1"),
+        (1.0, math.nan, "noise_multiplier=nan"),
+        (1.0, math.inf, "noise_multiplier=inf"),
+        ({}, 1.0, "no groups"),
+    ],
+)
+def test_bad_settings_say_so(clip, sigma, message):
+    with pytest.raises(ValueError, match=message):
+        Gate(clip=clip, noise_multiplier=sigma)

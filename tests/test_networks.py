@@ -1,0 +1,73 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from dpbnn.networks import GaussianConv2d, GaussianLayer, GaussianLinear, cnn, mlp, to_gaussian
+
+
+def test_papers_networks_have_their_sizes():
+    sizes = [p.shape for p in mlp().parameters() if p.dim() == 2]
+    assert sizes == [(1200, 784), (1200, 1200), (10, 1200)]
+    assert mlp()(torch.randn(2, 1, 28, 28)).shape == (2, 10)
+    assert cnn()(torch.randn(2, 1, 28, 28)).shape == (2, 10)
+    assert sum(p.numel() for p in cnn().parameters()) == 26_010
+    assert any(isinstance(m, nn.Tanh) for m in cnn(nn.Tanh))
+    assert sum(isinstance(m, nn.Dropout) for m in mlp(3, (4, 4), 2, dropout=0.5)) == 2
+
+
+@pytest.mark.parametrize(
+    "model", [mlp(6, (5,), 3), nn.Linear(6, 3), nn.Sequential(nn.Flatten(), nn.Linear(6, 3))]
+)
+def test_to_gaussian_keeps_the_means_and_the_original(model):
+    before = copy.deepcopy(model.state_dict())
+    converted = to_gaussian(model, rho=-30.0)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert sum(isinstance(m, GaussianLayer) for m in converted.modules()) == sum(
+        isinstance(m, nn.Linear) for m in model.modules()
+    )
+    x = torch.randn(4, 6)
+    torch.testing.assert_close(converted(x), model(x))
+    names = {n.removesuffix("_mu") for n, _ in converted.named_parameters() if n.endswith("_mu")}
+    assert names == {n for n, _ in model.named_parameters()}
+
+
+def test_to_gaussian_converts_convolutions_and_shared_modules():
+    shared = nn.Conv2d(2, 2, 3, stride=1, padding="same", dilation=2, groups=2)
+    model = nn.Sequential(shared, nn.Tanh(), shared).eval()
+    converted = to_gaussian(model, rho=-30.0)
+    assert converted[0] is converted[2]
+    assert isinstance(converted[0], GaussianConv2d)
+    assert not converted[0].training
+    x = torch.randn(3, 2, 8, 8)
+    torch.testing.assert_close(converted(x), model(x))
+    with pytest.raises(ValueError, match="padding_mode"):
+        to_gaussian(nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular"))
+
+
+def test_gaussian_layers_draw_with_their_standard_deviation():
+    """Sample mean and deviation over 4000 draws; false alarm below 1e-6 at 5 standard errors."""
+    layer = GaussianLinear(3, 2, rho=0.5, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        draws = torch.stack([layer.at(layer.draw())["weight"] for _ in range(4000)])
+    std = nn.functional.softplus(torch.tensor(0.5))
+    assert ((draws.mean(0) - layer.weight_mu).abs() < 5 * std / 4000**0.5).all()
+    assert ((draws.std(0) / std - 1).abs() < 5 / 8000**0.5).all()
+
+
+def test_gaussian_layer_uses_its_mean_on_request_and_its_generator():
+    layer = GaussianConv2d(1, 2, 3, padding=1, rho=0.0, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 1, 5, 5)
+    state = torch.get_rng_state()
+    assert not torch.equal(layer(x), layer(x))
+    assert torch.equal(layer(x, sample=False), layer(x, sample=False))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_rho_scale_is_the_derivative_of_the_drawn_weight():
+    layer = GaussianLinear(3, 2, rho=-0.3)
+    draw = layer.draw()
+    weight = layer.at(draw)["weight"]
+    (gradient,) = torch.autograd.grad(weight.sum(), layer.weight_rho)
+    torch.testing.assert_close(gradient, layer.rho_scale(draw)["weight"])
