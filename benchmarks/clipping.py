@@ -5,12 +5,15 @@
 A step is everything up to a gradient that an optimizer could use: forward, backward, clipping, sum,
 noise. Times are ratios to the plain non-private step of the same model; every round runs every
 contender once, in changing order, and the median over rounds of the ratio within a round is
-reported. Memory is the peak of one step above the model and its data, in a process of its own.
+reported. Memory is the peak of one step above what stays allocated between steps (model, data,
+gradients), in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import multiprocessing
 import os
@@ -71,9 +74,10 @@ MODELS: dict[str, tuple[str, Callable[[], nn.Module], Callable[[], tuple[Tensor,
 
 
 def plain(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step:
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        F.cross_entropy(model(x), y).backward()
+    parameters = list(model.parameters())
+
+    def step() -> object:
+        return torch.autograd.grad(F.cross_entropy(model(x), y), parameters)
 
     return step
 
@@ -217,8 +221,9 @@ def times(name: str, rounds: int, device: str) -> tuple[float, dict[str, dict[st
 
 def _peak(name: str, contender: str, device: str, results: object) -> None:
     step = build(name, contender, True, device)
+    step()
+    gc.collect()
     if device == "cuda":
-        step()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -226,6 +231,7 @@ def _peak(name: str, contender: str, device: str, results: object) -> None:
         torch.cuda.synchronize()
         used = torch.cuda.max_memory_allocated() - before
     else:
+        ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         before = _status("VmRSS")
         step()
@@ -239,7 +245,7 @@ def _status(field: str) -> int:
 
 
 def memory(name: str, contender: str, device: str) -> float | None:
-    """Return the peak megabytes of a first step above set-up, or None if it cannot run."""
+    """Return the peak megabytes of a step above what stays between steps, or None."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     worker = context.Process(target=_peak, args=(name, contender, device, results))
@@ -274,6 +280,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         torch.set_num_threads(min(2, os.cpu_count() or 1))
+        torch.empty(31 * 2**18)  # keeps glibc from giving large buffers back after every step
         print(f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}")
     else:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -46,10 +47,11 @@ def test_account_reads_a_ledger(capsys, tmp_path):
     assert values["statement"]["epsilon"] == pytest.approx(book.epsilon())
 
 
-def test_demo_plans_for_the_digits(capsys):
+def test_demo_trains_on_the_digits(capsys):
     code, out, _ = run(capsys, "demo")
     assert code == 0
     assert "1347 training images" in out
+    assert float(re.search(r"Test accuracy (\d\.\d+)", out)[1]) > 0.85
     assert "Differential privacy: epsilon =" in out
 
 

@@ -15,8 +15,22 @@ SOURCE = Path(dpbnn.__file__).parent
 BELOW = {
     "privacy": set(),
     "contributions": {"privacy", "likelihoods", "networks"},
-    "likelihoods": set(),
+    "likelihoods": {"predictive"},
     "networks": set(),
+    "predictive": set(),
+    "priors": set(),
+    "posteriors": {"predictive", "likelihoods", "networks", "", "__version__"},
+    "methods": {"privacy", "contributions", "likelihoods", "networks", "priors", "posteriors"},
+    "training": {
+        "privacy",
+        "contributions",
+        "likelihoods",
+        "networks",
+        "priors",
+        "posteriors",
+        "methods",
+        "",
+    },
 }
 
 

@@ -14,7 +14,21 @@ __version__ = "0.1.0.dev0"
 
 _EXPORTS = {
     "dpbnn.contributions": ("DenseContributions", "UnsupportedModel", "attach"),
+    "dpbnn.methods": (
+        "BBP",
+        "SGD",
+        "SGHMC",
+        "SGLD",
+        "VI",
+        "MCDropout",
+        "cyclical",
+        "dropout_precision",
+        "dropout_weight_decay",
+    ),
     "dpbnn.networks": ("cnn", "mlp", "to_gaussian"),
+    "dpbnn.posteriors": ("Posterior",),
+    "dpbnn.predictive": ("Predictive",),
+    "dpbnn.priors": ("Flat", "Gaussian", "Laplace", "ScaleMixture"),
     "dpbnn.privacy.accountants": ("ACCOUNTANTS",),
     "dpbnn.privacy.audit": ("PrivacyBug", "Replay", "replay"),
     "dpbnn.privacy.events": ("Event", "UnsupportedEvent"),
@@ -33,10 +47,11 @@ _EXPORTS = {
     "dpbnn.privacy.ledger": ("BudgetExceeded", "Ledger", "LedgerCorrupted"),
     "dpbnn.privacy.noise": ("NoiseSource",),
     "dpbnn.privacy.passes": ("compare_passes",),
-    "dpbnn.privacy.plan": ("ComposedPlan", "Plan", "compose", "plan"),
+    "dpbnn.privacy.plan": ("ComposedPlan", "Plan", "compose", "open_plan", "plan"),
     "dpbnn.privacy.relation": ("Relation",),
     "dpbnn.privacy.sampling": ("FixedSize", "FullBatch", "Partition", "Poisson", "Sampler"),
     "dpbnn.privacy.statement": ("PrivacyStatement",),
+    "dpbnn.training": ("fit", "load"),
 }
 _CALLABLE = ("contributions",)  # a subpackage that is a function as well
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
@@ -65,7 +80,21 @@ if TYPE_CHECKING:
         attach,
         contributions,
     )
+    from dpbnn.methods import (
+        BBP,
+        SGD,
+        SGHMC,
+        SGLD,
+        VI,
+        MCDropout,
+        cyclical,
+        dropout_precision,
+        dropout_weight_decay,
+    )
     from dpbnn.networks import cnn, mlp, to_gaussian
+    from dpbnn.posteriors import Posterior
+    from dpbnn.predictive import Predictive
+    from dpbnn.priors import Flat, Gaussian, Laplace, ScaleMixture
     from dpbnn.privacy.accountants import ACCOUNTANTS
     from dpbnn.privacy.audit import PrivacyBug, Replay, replay
     from dpbnn.privacy.events import Event, UnsupportedEvent
@@ -84,7 +113,8 @@ if TYPE_CHECKING:
     from dpbnn.privacy.ledger import BudgetExceeded, Ledger, LedgerCorrupted
     from dpbnn.privacy.noise import NoiseSource
     from dpbnn.privacy.passes import compare_passes
-    from dpbnn.privacy.plan import ComposedPlan, Plan, compose, plan
+    from dpbnn.privacy.plan import ComposedPlan, Plan, compose, open_plan, plan
     from dpbnn.privacy.relation import Relation
     from dpbnn.privacy.sampling import FixedSize, FullBatch, Partition, Poisson, Sampler
     from dpbnn.privacy.statement import PrivacyStatement
+    from dpbnn.training import fit, load

@@ -238,3 +238,57 @@ def to_gaussian(
                 replaced[id(child)] = _gaussian(child, rho, generator)
             setattr(parent, name, replaced[id(child)])
     return _gaussian(model, rho, generator)
+
+
+class SharedDropout(nn.Dropout):
+    """Dropout with one mask for the whole batch, as Algorithm 4 of the DP-BNN paper prints it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x with the same units dropped in every example."""
+        if not self.training or self.p == 0:
+            return x
+        return x * F.dropout(torch.ones_like(x[:1]), self.p)
+
+
+class IntegratedLinear(nn.Module):
+    """A Gaussian linear layer as the mean and the variance of its output, side by side.
+
+    With w ~ N(mu, std^2): E f = mu x + mu_b and Var f = std^2 x^2 + std_b^2, std = softplus(rho).
+
+    Args:
+        layer: the layer whose parameters are taken over, under the same names.
+    """
+
+    def __init__(self, layer: GaussianLinear) -> None:
+        super().__init__()
+        for name, parameter in layer.named_parameters():
+            setattr(self, name, parameter)
+        if layer.bias_mu is None:
+            self.bias_mu = self.bias_rho = None
+
+    def drawn_names(self) -> list[str]:
+        """Return which of weight and bias this layer has."""
+        return ["weight"] if self.bias_mu is None else ["weight", "bias"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (E f, Var f)."""
+        bias = None if self.bias_rho is None else F.softplus(self.bias_rho).square()
+        variance = F.linear(x.square(), F.softplus(self.weight_rho).square(), bias)
+        return torch.cat([F.linear(x, self.weight_mu, self.bias_mu), variance], -1)
+
+
+class LearnedNoise(nn.Module):
+    """Appends a learned log-variance to a network's outputs, the same for all inputs.
+
+    Args:
+        outputs: number of outputs.
+        log_variance: initial value.
+    """
+
+    def __init__(self, outputs: int, log_variance: float = 0.0) -> None:
+        super().__init__()
+        self.log_variance = nn.Parameter(torch.full((outputs,), float(log_variance)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (x, log-variance), side by side."""
+        return torch.cat([x, self.log_variance.expand(*x.shape[:-1], -1)], -1)

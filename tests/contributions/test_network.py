@@ -62,6 +62,25 @@ class TestCNN(NetworkContract):
         return cnn(nn.Tanh, outputs=3)
 
 
+class TestCNNInChunks(TestCNN):
+    """Instantiated gradients are kept in chunks of one example."""
+
+    @pytest.fixture(autouse=True)
+    def chunks(self, monkeypatch):
+        monkeypatch.setattr("dpbnn.contributions.sites.CHUNK", 1)
+
+    def test_kept_gradients_stand_for_the_recorded_tensors(self):
+        c, _ = self.make(4)
+        c.norms()
+        kept = [site for site in c._sites if isinstance(site, Outer) and site._kept]
+        assert len(kept) == 2
+        assert all(len(s._kept) == 4 and not s.terms[0].a.numel() for s in kept)
+        before = c.weighted_sum(torch.ones(4))
+        c.gram()
+        for name, value in c.weighted_sum(torch.ones(4)).items():
+            torch.testing.assert_close(value, before[name])
+
+
 class TestSequence(NetworkContract):
     shape = (5, 6)
 

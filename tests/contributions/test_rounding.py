@@ -7,6 +7,7 @@ from torch import nn
 
 from dpbnn.contributions import attach
 from dpbnn.contributions.outer import Outer
+from dpbnn.contributions.rounding import squares
 from dpbnn.networks import mlp
 
 
@@ -155,3 +156,9 @@ def test_matrix_precision_settings_are_restored():
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("length", [0, 7, 1 << 14, (1 << 14) + 5, 3 << 14])
+def test_squares_of_any_length(length):
+    t = torch.randn(3, length, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(squares(t), t.double().square().sum(1), rtol=1e-5, atol=1e-30)

@@ -43,10 +43,7 @@ class Contributions(ABC):
 
     def norms(self) -> Tensor:
         """Return |c_i| over all released names, never below the truth (float64, [batch])."""
-        total = torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
-        for values in self.squared_norms().values():
-            total = total + values
-        return total.sqrt()
+        return torch.stack(list(self.squared_norms().values())).sum(0).sqrt()
 
     def gram(self) -> Tensor:
         """Return the inner products <c_i, c_j> (float64, [batch, batch])."""

@@ -23,7 +23,7 @@ class NetworkContributions(Contributions):
         batch_size: number of examples.
         shapes: released names and shapes.
         device: where the model is.
-        dtype: of the sums of names that no layer contributed to.
+        dtype: of the weights, and of the sums of names that no layer contributed to.
         data_free: gradients added to every example's contribution.
         draws: standard normal draws the batch was run at.
     """
@@ -60,16 +60,17 @@ class NetworkContributions(Contributions):
         for site in self._sites:
             site.data_free = {n: d.detach() for n, d in data_free.items() if n in site.shapes}
 
-    def _zeros(self) -> Tensor:
-        return torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
-
     def _norms(self) -> tuple[dict[str, Tensor], Tensor]:
         if self._squares is None:
             with full_precision(self.device):
                 raw: dict[str, Tensor] = {}
                 for site in self._sites:
                     raw |= site.squared_norms()
-                stacked = torch.stack([raw.get(name, self._zeros()) for name in self.shapes])
+                for name in self.shapes.keys() - raw.keys():
+                    raw[name] = torch.zeros(
+                        self.batch_size, dtype=torch.float64, device=self.device
+                    )
+                stacked = torch.stack([raw[name] for name in self.shapes])
                 self._bad = (~stacked.sum(0).isfinite()).nonzero().flatten()
                 stacked.mul_(INFLATION**2).index_fill_(1, self._bad, 0.0)
                 self._squares = dict(zip(self.shapes, stacked.unbind(), strict=True))
@@ -86,7 +87,9 @@ class NetworkContributions(Contributions):
         once: dict[int, Tensor] = {}
         for values in given.values():
             if id(values) not in once:
-                once[id(values)] = values.detach().to(self.device).index_fill(0, bad, 0.0)
+                once[id(values)] = (
+                    values.detach().to(self.device, self._dtype).index_fill(0, bad, 0.0)
+                )
         weights = {name: once[id(values)] for name, values in given.items()}
         sums: dict[str, Tensor] = {}
         with full_precision(self.device):

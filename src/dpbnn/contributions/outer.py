@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpbnn.contributions.rounding import row_squares, squares, sum_error
-from dpbnn.contributions.sites import CHUNK, Instantiated, Site, with_slack
+from dpbnn.contributions.rounding import squares, sum_error
+from dpbnn.contributions.sites import Instantiated, Site, with_slack
 
 GRAM_COST = 3.0
 """Price of a float64 multiplication in the Gram form against a float32 one."""
@@ -28,12 +28,14 @@ class Factors(ABC):
 
     Attributes:
         a, g: as recorded.
+        g_squares: |g|^2 of every example.
         scale: k = e * d std / d rho of this draw, shaped like the weight; or None.
         groups, positions, columns, rows: G consists of `groups` blocks [rows, columns].
     """
 
     a: Tensor
     g: Tensor
+    g_squares: Tensor
     scale: Tensor | None
     groups: int
     positions: int
@@ -60,6 +62,10 @@ class Factors(ABC):
         """Return flat blocks in the weight's shape."""
         return torch.unflatten(blocks, -1, (self.rows, self.columns))
 
+    def release(self) -> None:
+        """Forget a and g, once instantiated gradients stand for them."""
+        self.a, self.g = self.a.new_empty(0), self.g.new_empty(0)
+
     @property
     def block_size(self) -> int:
         """Return how many numbers an instantiated example needs at once."""
@@ -80,8 +86,10 @@ def weighted_factors(a: Tensor, g: Tensor, w: Tensor, bad: Tensor) -> tuple[Tens
 class LinearFactors(Factors):
     """A linear map, a [batch, T, columns] and g [batch, T, rows]."""
 
-    def __init__(self, a: Tensor, g: Tensor, scale: Tensor | None = None) -> None:
-        self.a, self.g, self.scale, self.groups = a, g, scale, 1
+    def __init__(
+        self, a: Tensor, g: Tensor, g_squares: Tensor, scale: Tensor | None = None
+    ) -> None:
+        self.a, self.g, self.g_squares, self.scale, self.groups = a, g, g_squares, scale, 1
         self.positions, self.columns, self.rows = a.shape[1], a.shape[2], g.shape[2]
 
     def factors(self, examples: slice) -> tuple[Tensor, Tensor]:
@@ -95,7 +103,7 @@ class LinearFactors(Factors):
 
     def magnitude(self) -> Tensor:
         """Return a bound on sum_t |a_t| |g_t| per example (float64)."""
-        return (squares(self.a) * squares(self.g)).sqrt()
+        return (squares(self.a) * self.g_squares).sqrt()
 
 
 @dataclass(frozen=True)
@@ -112,8 +120,15 @@ class Window:
 class ConvFactors(Factors):
     """A convolution: a and g are the patches and the output gradients at every position."""
 
-    def __init__(self, a: Tensor, g: Tensor, window: Window, scale: Tensor | None = None) -> None:
-        self.a, self.g, self.window, self.scale = a, g, window, scale
+    def __init__(
+        self,
+        a: Tensor,
+        g: Tensor,
+        g_squares: Tensor,
+        window: Window,
+        scale: Tensor | None = None,
+    ) -> None:
+        self.a, self.g, self.g_squares, self.window, self.scale = a, g, g_squares, window, scale
         self.groups = window.groups
         self.positions = g[0, 0].numel()
         self.columns, self.rows = window.shape[1:].numel(), window.shape[0] // window.groups
@@ -186,7 +201,7 @@ class ConvFactors(Factors):
             size if d > 1 else -(-size // s)
             for size, s, d in zip(window.shape[2:], window.stride, window.dilation, strict=True)
         )
-        return (overlap * squares(self.a) * squares(self.g)).sqrt()
+        return (overlap * squares(self.a) * self.g_squares).sqrt()
 
 
 class Outer(Instantiated):
@@ -207,7 +222,8 @@ class Outer(Instantiated):
         self.names, self.shape, self.terms, self.data_free = list(names), shape, list(terms), {}
         self.batch = len(terms[0].g)
         self.shapes = {name: shape for name in names if name}
-        self._kept: Tensor | None = None
+        self._kept: list[Tensor] = []
+        self._slack: Tensor | None = None
 
     def joined(self, others: Sequence[Site]) -> Site:
         """Return one site for this and others that release some of the same names."""
@@ -247,19 +263,18 @@ class Outer(Instantiated):
 
     def slack(self) -> Tensor:
         """Return gamma sum_t |a_t| |g_t|, the rounding error of sums over positions."""
-        count = sum(term.positions for term in self.terms)
-        gamma = sum_error(count, self.terms[0].g.dtype)
-        total = torch.zeros(self.batch, dtype=torch.float64, device=self.terms[0].g.device)
-        for term in self.terms:
-            total = total + term.magnitude() * self._largest(term).clamp(min=1.0)
-        return gamma * total
-
-    @staticmethod
-    def _largest(term: Factors) -> Tensor:
-        one = torch.ones((), dtype=torch.float64, device=term.g.device)
-        return (
-            one if term.scale is None else torch.linalg.vector_norm(term.scale, math.inf).double()
-        )
+        if self._slack is None:
+            count = sum(term.positions for term in self.terms)
+            gamma = sum_error(count, self.terms[0].g.dtype)
+            parts = [
+                term.magnitude()
+                if term.scale is None
+                else term.magnitude()
+                * torch.linalg.vector_norm(term.scale, math.inf).double().clamp(min=1.0)
+                for term in self.terms
+            ]
+            self._slack = gamma * torch.stack(parts).sum(0)
+        return self._slack
 
     def _pairs(self) -> dict[str, Tensor]:
         """Return norms of rank-one gradients without forming them.
@@ -268,10 +283,11 @@ class Outer(Instantiated):
         data-free D it gains 2 sum_r g_r^T (k_r * D) a_r + |D|^2 and a bound on their rounding.
         """
         result, first = {}, self.terms[0]
+        product = squares(first.a) * first.g_squares
         for index, name in enumerate(self.names):
             if name is None:
                 continue
-            total = self._alone(index) if len(self.terms) == 1 else self._paired(index)
+            total = self._alone(index, product) if len(self.terms) == 1 else self._paired(index)
             if name in self.data_free:
                 constant = self.data_free[name]
                 size = squares(constant.flatten()[None])
@@ -283,12 +299,11 @@ class Outer(Instantiated):
             result[name] = total
         return with_slack(result, self.slack() if len(self.terms) > 1 else 0.0)
 
-    def _alone(self, index: int) -> Tensor:
+    def _alone(self, index: int, product: Tensor) -> Tensor:
         term = self.terms[0]
-        a, g = term.a[:, 0], term.g[:, 0]
-        product = row_squares(a) * row_squares(g)
         if not index or term.scale is None:
             return product
+        a, g = term.a[:, 0], term.g[:, 0]
         scaled = (a.square() @ term.scale.square().T).mul_(g.square()).sum(1).double()
         return scaled + 64 * torch.finfo(torch.float32).tiny * (1 + product)
 
@@ -330,15 +345,15 @@ class Outer(Instantiated):
         value = value.clamp(min=0).sqrt() + self.slack()
         return {name: value.square() for name in self.shapes}
 
-    def _accumulate(self, rows: slice, out: Tensor | None = None) -> Tensor:
-        total = out
-        for index, term in enumerate(self.terms):
+    def _accumulate(self, rows: slice) -> Tensor:
+        if self._kept:
+            self._kept = [torch.cat(self._kept)] if len(self._kept) > 1 else self._kept
+            return self._kept[0][rows]
+        a, g = self.terms[0].factors(rows)
+        total = torch.bmm(g.mT, a)
+        for term in self.terms[1:]:
             a, g = term.factors(rows)
-            if index and total is not None:
-                total.baddbmm_(g.mT, a)
-            else:
-                total = torch.bmm(g.mT, a, out=total) if total is not None else torch.bmm(g.mT, a)
-        assert total is not None
+            total.baddbmm_(g.mT, a)
         return total.view(rows.stop - rows.start, -1)
 
     def _rho(self, rows: slice, weight: Tensor) -> Tensor:
@@ -358,25 +373,26 @@ class Outer(Instantiated):
     def _instantiated(self) -> dict[str, Tensor]:
         first = self.terms[0]
         block = max(term.block_size for term in self.terms)
-        keep = len(self.terms) == 1 and self.shape.numel() <= KEEP * first.kept_size
+        keep = (
+            len(self.terms) == 1
+            and not self._rank_one
+            and self.shape.numel() <= KEEP * first.kept_size
+        )
         parts: dict[str, list[Tensor]] = {name: [] for name in self.shapes}
-        step = min(self.batch, max(1, CHUNK // block))
-        held = self.batch if keep else step
-        buffer = first.g.new_empty(held * first.groups, first.rows, first.columns)
+        slack, kept = self.slack(), []
         for rows in self.slices(block):
-            offset = rows.start if keep else 0
-            count = rows.stop - rows.start
-            out = buffer[offset * first.groups : (offset + count) * first.groups]
-            weight = self._accumulate(rows, out)
+            weight = self._accumulate(rows)
+            if keep:
+                kept.append(weight)
             for index, name in enumerate(self.names):
                 if name:
                     values = self._rho(rows, weight) if index else weight
                     if name in self.data_free:
                         values = values + self._flat(self.data_free[name]).to(values)
                     parts[name].append(squares(values))
-        slack = self.slack()
         if keep:
-            self._kept = buffer.view(self.batch, -1)
+            self._kept = kept
+            first.release()
         return {name: (torch.cat(values).sqrt() + slack).square() for name, values in parts.items()}
 
     def instantiate(self, rows: slice) -> dict[str, Tensor]:
@@ -407,10 +423,17 @@ class Outer(Instantiated):
         return sums
 
     def _summed(self, term: Factors, w: Tensor, bad: Tensor) -> Tensor:
-        if self._kept is None:
+        if not self._kept:
             return term.summed(w, bad)
-        kept = self._kept.index_fill_(0, bad, 0.0)
-        return term.unblocked(w.to(kept) @ kept).contiguous()
+        start, total, weights = 0, None, w.to(self._kept[0])
+        for kept in self._kept:
+            stop = start + len(kept)
+            kept.index_fill_(0, bad[(bad >= start) & (bad < stop)] - start, 0.0)
+            part = weights[start:stop]
+            total = part @ kept if total is None else total.addmv_(kept.T, part)
+            start = stop
+        assert total is not None
+        return term.unblocked(total).contiguous()
 
     def inner(self, other: Site, bad: Tensor, other_bad: Tensor) -> Tensor:
         """Return <c_i, d_j> between this site's and the same site's other examples (float64)."""

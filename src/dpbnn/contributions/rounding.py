@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -36,9 +36,11 @@ def row_squares(t: Tensor) -> Tensor:
 def squares(t: Tensor) -> Tensor:
     """Return each example's sum of squares over all but the first axis, in float64."""
     rows = t.reshape(len(t), t.shape[1:].numel())
-    if rows.shape[1] <= _PIECE:
+    whole = rows.shape[1] // _PIECE * _PIECE
+    if not whole:
         return row_squares(rows)
-    return torch.stack([row_squares(piece) for piece in torch.split(rows, _PIECE, 1)]).sum(0)
+    total = row_squares(torch.unflatten(rows[:, :whole], 1, (-1, _PIECE))).sum(1)
+    return total + row_squares(rows[:, whole:])
 
 
 def sum_error(terms: int, dtype: torch.dtype) -> float:
@@ -60,15 +62,14 @@ _SWITCHES: dict[str, list[Any]] = {
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Accumulate in float32 or better: no TF32, no bf16 products, no autocast."""
-    switches = _SWITCHES.get(device.type, [])
-    before = [switch.fp32_precision for switch in switches]
-    reduced = [s for s, b in zip(switches, before, strict=True) if b not in ("none", "ieee")]
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+    before = [(switch, switch.fp32_precision) for switch in _SWITCHES.get(device.type, [])]
+    reduced = [(switch, value) for switch, value in before if value not in ("none", "ieee")]
+    autocast = torch.is_autocast_enabled(device.type)
+    with torch.no_grad(), torch.autocast(device.type, enabled=False) if autocast else nullcontext():
         try:
-            for switch in reduced:
+            for switch, _ in reduced:
                 switch.fp32_precision = "ieee"
             yield
         finally:
-            for switch, value in zip(switches, before, strict=True):
-                if switch in reduced:
-                    switch.fp32_precision = value
+            for switch, value in reduced:
+                switch.fp32_precision = value

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dpbnn.contributions.base import UnsupportedModel
 from dpbnn.contributions.outer import ConvFactors, Factors, LinearFactors, Outer, Window
-from dpbnn.contributions.rounding import accurate
+from dpbnn.contributions.rounding import accurate, squares
 from dpbnn.contributions.sites import Direct, Rows, Site, summed_positions
 from dpbnn.contributions.tape import Discovery, Tape
 from dpbnn.networks import GaussianConv2d, GaussianLayer, GaussianLinear
@@ -42,7 +42,7 @@ class Unit:
 
 def _affine(
     unit: Unit,
-    factors: Callable[[Tensor, Tensor], Factors],
+    factors: Callable[[Tensor, Tensor, Tensor], Factors],
     shape: torch.Size,
     weight: list[str | None],
     bias: list[str | None],
@@ -51,11 +51,14 @@ def _affine(
 ) -> Callable[[Tensor, Tensor], list[Site]]:
     def build(a: Tensor, g: Tensor) -> list[Site]:
         sites: list[Site] = []
+        squared = squares(g)
         if any(weight):
-            sites.append(Outer(weight, shape, [factors(accurate(a), g)]))
+            sites.append(Outer(weight, shape, [factors(accurate(a), g, squared)]))
         if any(bias):
-            gradient, slack = summed_positions(*positions(g))
-            sites.append(Direct(bias, [(gradient, bias_scale, slack)]))
+            h, axis = positions(g)
+            gradient, slack = summed_positions(h, axis, squared)
+            known = squared if bias[0] and h.shape[axis] == 1 else None
+            sites.append(Direct(bias, [(gradient, bias_scale, slack)], known))
         return sites
 
     return build
@@ -73,8 +76,8 @@ def _linear_build(
     scale: Tensor | None = None,
     bias_scale: Tensor | None = None,
 ) -> Callable[[Tensor, Tensor], list[Site]]:
-    def factors(a: Tensor, g: Tensor) -> Factors:
-        return LinearFactors(_rows(a), _rows(g), scale)
+    def factors(a: Tensor, g: Tensor, squared: Tensor) -> Factors:
+        return LinearFactors(_rows(a), _rows(g), squared, scale)
 
     return _affine(unit, factors, shape, weight, bias, lambda g: (_rows(g), 1), bias_scale)
 
@@ -106,8 +109,8 @@ def _conv_build(
 ) -> Callable[[Tensor, Tensor], list[Site]]:
     window = Window(shape, module.stride, padding, module.dilation, module.groups)
 
-    def factors(a: Tensor, g: Tensor) -> Factors:
-        return ConvFactors(a[:, 0], g[:, 0], window, scale)
+    def factors(a: Tensor, g: Tensor, squared: Tensor) -> Factors:
+        return ConvFactors(a[:, 0], g[:, 0], squared, window, scale)
 
     inner = _affine(unit, factors, shape, weight, bias, _pixels, bias_scale)
 
@@ -225,7 +228,7 @@ def embedding(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
 def _direct(name: str | None, h: Tensor, axis: int) -> list[Site]:
     if name is None:
         return []
-    gradient, slack = summed_positions(h, axis)
+    gradient, slack = summed_positions(h, axis, squares(h))
     return [Direct([name], [(gradient, None, slack)])]
 
 

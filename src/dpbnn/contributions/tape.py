@@ -117,11 +117,12 @@ class Tape:
     def sites(self, nll: Tensor) -> list[Site]:
         """Run the backward pass to layer outputs and return what it leaves at each layer."""
         edges = [tap[0] for tap in self._taps]
-        gradients: Sequence[Tensor | None] = [None] * len(edges)
+        gradients: list[Tensor | None] = [None] * len(edges)
         if nll.requires_grad:
-            gradients = torch.autograd.grad(nll, edges, allow_unused=True)
+            gradients = list(torch.autograd.grad(nll, edges, allow_unused=True))
         result: list[Site] = []
-        for (_, a, version, layout, path, build), g in zip(self._taps, gradients, strict=True):
+        while self._taps:
+            (_, a, version, layout, path, build), g = self._taps.pop(), gradients.pop()
             if a._version != version:
                 raise UnsupportedModel(
                     f"the input of {self._describe(path)} was changed in place after the call; "
@@ -131,7 +132,6 @@ class Tape:
                 g = g.contiguous() if 0 in g.stride() else g
                 g = accurate(self._batched(g, layout, path, gradient=True))
                 result += build(self._batched(a, layout, path), g)
-        self._taps.clear()
         return result
 
     def _batched(self, t: Tensor, layout: str, path: str, gradient: bool = False) -> Tensor:

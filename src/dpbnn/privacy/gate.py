@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextvars
 import math
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -82,6 +83,7 @@ class Gate:
         noise: the source of noise; a new one from operating-system entropy by default.
         label: what the releases are for, in the ledger and the statement.
         step: position of the first release in the sampler's sequence, when a run is resumed.
+        charged: sigmas of the next releases where the ledger holds them already, likewise.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Gate:
         noise: NoiseSource | None = None,
         label: str = "",
         step: int = 0,
+        charged: Sequence[float] = (),
     ) -> None:
         self.clips = dict(clip) if isinstance(clip, Mapping) else {"": float(clip)}
         for group, value in self.clips.items():
@@ -108,13 +111,18 @@ class Gate:
         self.noise = NoiseSource() if noise is None else noise
         self.label = label
         self.step = step
-        self._reserved: list[float] = []
+        self._reserved = deque(charged)
         check_relation(self._event(self.noise_multiplier, 1, step), self.ledger.relation)
 
     @property
     def sensitivity(self) -> float:
         """Largest distance between the sums of neighbouring datasets."""
         return self.ledger.relation.shift * self.clip
+
+    @property
+    def reserved(self) -> int:
+        """Number of releases that are recorded and not made yet."""
+        return len(self._reserved)
 
     def reserve(self, count: int, noise_multiplier: float | None = None) -> None:
         """Record the next `count` releases at once, so that they need no write each.
@@ -125,7 +133,7 @@ class Gate:
         if OBSERVER.get() is None:
             event = self._event(sigma, count, self.step + len(self._reserved))
             self.ledger.spend(event, label=self.label, clip=self.clip)
-        self._reserved += [sigma] * count
+        self._reserved.extend([sigma] * count)
 
     def __call__(
         self,
@@ -151,7 +159,7 @@ class Gate:
             )
         if not self._reserved:
             self.reserve(1, sigma)
-        if self._reserved.pop(0) != sigma:
+        if self._reserved.popleft() != sigma:
             raise ValueError(
                 f"noise_multiplier={sigma:g}: another value was reserved for this release; "
                 f"reserve in the order of use"

@@ -129,6 +129,11 @@ class Ledger:
         """Number of releases recorded."""
         return sum(event.count for event in self.events)
 
+    def spent(self, label: str) -> tuple[Event, ...]:
+        """Return what was spent under a label, in order."""
+        self._refresh()
+        return tuple(event for event, mechanism in self._spends() if mechanism.label == label)
+
     def epsilon(self, delta: float | None = None, accountant: str | None = None) -> float:
         """Return epsilon of everything spent, at `delta` (by default the budget's)."""
         events = self.events

@@ -17,7 +17,7 @@ from dpbnn.privacy.sampling import Sampler, sampler
 if TYPE_CHECKING:
     from dpbnn.privacy.statement import PrivacyStatement
 
-__all__ = ["ComposedPlan", "Plan", "compose", "plan", "round_up"]
+__all__ = ["ComposedPlan", "Plan", "compose", "open_plan", "plan", "round_up"]
 
 _MOST_STEPS = 10**8
 _CLOSE = 0.998  # a solved epsilon lies in [_CLOSE * target, target]
@@ -109,6 +109,11 @@ class Plan(_Budget):
     def noise_multiplier(self) -> float:
         """Sigma = noise std / clip; of a schedule, the smallest."""
         return min((sigma for sigma, _ in self.noise_multipliers), default=math.inf)
+
+    @property
+    def private(self) -> bool:
+        """Whether every release has noise."""
+        return self.noise_multiplier > 0
 
     @property
     def own_events(self) -> tuple[Event, ...]:
@@ -336,6 +341,32 @@ def plan(
         sigma = sigmas[0][0]
         sigmas = ((sigma, _solve_steps(lambda k: cost(((sigma, k),)), epsilon, draw)),)
     return _settle(draw, sigmas, delta, relation, chosen.name, epsilon, others)
+
+
+def open_plan(
+    *,
+    n: int,
+    batch_size: float | None = None,
+    epochs: float | None = None,
+    steps: int | None = None,
+    sampling: str = "poisson",
+) -> Plan:
+    """Return a plan without noise, for training that is not private and says so.
+
+    Args:
+        n: number of records.
+        batch_size: expected batch size; all n for sampling="full-batch".
+        epochs: length in passes over the data.
+        steps: length in releases, instead of epochs.
+        sampling: as in `plan`.
+    """
+    _check("epochs", epochs, 0, math.inf, "a number of passes over the data")
+    draw = sampler(sampling, n, batch_size)
+    length = _length(draw, epochs, steps)
+    if length is None:
+        raise ValueError("epochs and steps are missing: give one of them")
+    relation = Relation.REPLACE_ONE if draw.name == "fixed-size" else Relation.ZERO_OUT
+    return Plan(draw, ((0.0, length),), 1e-5, math.inf, relation, "rdp")
 
 
 def compose(

@@ -1,0 +1,23 @@
+"""Methods: what an example contributes, and what becomes of the release."""
+
+from dpbnn.methods.base import Method, Problem, Process
+from dpbnn.methods.bbp import BBP
+from dpbnn.methods.dropout import MCDropout, dropout_precision, dropout_weight_decay
+from dpbnn.methods.langevin import SGHMC, SGLD, cyclical
+from dpbnn.methods.sgd import SGD
+from dpbnn.methods.vi import VI
+
+__all__ = [
+    "BBP",
+    "SGD",
+    "SGHMC",
+    "SGLD",
+    "VI",
+    "MCDropout",
+    "Method",
+    "Problem",
+    "Process",
+    "cyclical",
+    "dropout_precision",
+    "dropout_weight_decay",
+]

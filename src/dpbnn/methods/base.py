@@ -1,0 +1,281 @@
+"""What all methods share: settings that start a process, and a process that trains."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from dpbnn.contributions.attach import Attached
+from dpbnn.contributions.base import Contributions
+from dpbnn.likelihoods import Likelihood
+from dpbnn.priors import Prior
+
+if TYPE_CHECKING:
+    from dpbnn.posteriors import Posterior
+    from dpbnn.privacy.plan import Plan
+
+OptimizerLike = str | Callable[..., torch.optim.Optimizer]
+ScheduleLike = str | Callable[[torch.optim.Optimizer], Any] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Everything public that a process needs; the data is not in it.
+
+    Attributes:
+        model: the network, owned by the process from now on.
+        likelihood: of the targets given the network's outputs.
+        prior: of the weights.
+        n: number of records.
+        batch_size: expected batch size.
+        steps: number of releases.
+        clip: of the gate; infinite where the gate is open.
+        noise_multipliers: sigma of every step; all zero where the gate is open.
+        microbatch_size: most examples recorded at once.
+    """
+
+    model: nn.Module
+    likelihood: Likelihood
+    prior: Prior
+    n: int
+    batch_size: float
+    steps: int
+    clip: float
+    noise_multipliers: tuple[float, ...]
+    microbatch_size: int | None = None
+
+    @property
+    def private(self) -> bool:
+        """Whether the gate adds noise."""
+        return any(sigma > 0 for sigma in self.noise_multipliers)
+
+
+class Process(ABC):
+    """A run of a method: contributes on data, updates on releases, leaves a posterior.
+
+    `update` gets the release and nothing else, so whatever it does is post-processing.
+    """
+
+    model: nn.Module
+
+    def ready(self) -> None:  # noqa: B027, most methods need nothing
+        """Get hold of what the run needs, such as disk space, before anything is spent."""
+
+    @abstractmethod
+    def contribute(self, x: Any, y: Tensor) -> Contributions:
+        """Return what the examples of a batch contribute."""
+
+    @abstractmethod
+    def update(self, release: Mapping[str, Tensor]) -> None:
+        """Move on, given a clipped and noised sum of contributions."""
+
+    @abstractmethod
+    def posterior(self, **record: Any) -> Posterior:
+        """Return what training has left so far; `record` is its privacy, prior and settings."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """Return everything needed to go on from here, as tensors."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a `state`."""
+
+
+class Method(ABC):
+    """Settings of a method."""
+
+    name: ClassVar[str]
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        """Return the network that is trained, such as one with Gaussian layers."""
+        return model
+
+    @abstractmethod
+    def settled(self, plan: Plan) -> tuple[Plan, float]:
+        """Return the plan as it will run, within the given one's epsilon, and the clip."""
+
+    @abstractmethod
+    def start(self, problem: Problem) -> Process:
+        """Return a process at its first step."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings as plain values, for manifests and reports."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        plain = (int, float, str, bool, type(None))
+        return {
+            "method": self.name,
+            **{k: v if isinstance(v, plain) else _name(v) for k, v in values.items()},
+        }
+
+
+def _name(value: Any) -> str:
+    return getattr(value, "__name__", None) or repr(value)
+
+
+def check_positive(**values: float | None) -> None:
+    """Raise for settings that are not finite and above zero; None is left out."""
+    for name, value in values.items():
+        if value is not None and not (0 < value < float("inf")):
+            raise ValueError(f"{name}={value}: must be a finite number > 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Descent(Method):
+    """Settings of methods that hand a gradient to an optimizer.
+
+    Attributes:
+        learning_rate: of the optimizer, for a loss that is a mean over records.
+        clip: largest norm of one record's contribution.
+        optimizer: "sgd", "adam", "rmsprop", "adagrad", or any function (parameters, lr=...) that
+            returns a `torch.optim` optimizer.
+        momentum: of "sgd" and "rmsprop".
+        schedule: "cosine", "linear" (both fall to zero), or a function of the optimizer that
+            returns a `torch.optim.lr_scheduler`.
+        average: None; "polyak", the mean of the iterates of the last half; or the decay of an
+            exponential moving average, such as 0.999. Averaging releases is free.
+    """
+
+    learning_rate: float = 0.1
+    clip: float = 1.0
+    optimizer: OptimizerLike = "sgd"
+    momentum: float = 0.0
+    schedule: ScheduleLike = None
+    average: str | float | None = None
+
+    def __post_init__(self) -> None:
+        check_positive(learning_rate=self.learning_rate, clip=self.clip)
+        if not (0 <= self.momentum < 1):
+            raise ValueError(f"momentum={self.momentum}: must lie in [0, 1)")
+        if isinstance(self.optimizer, str) and self.optimizer not in _OPTIMIZERS:
+            raise ValueError(f"optimizer={self.optimizer!r}: must be one of {list(_OPTIMIZERS)}")
+        if isinstance(self.schedule, str) and self.schedule not in _SCHEDULES:
+            raise ValueError(f"schedule={self.schedule!r}: must be one of {list(_SCHEDULES)}")
+        decay = isinstance(self.average, float) and 0 < self.average < 1
+        if self.average is not None and self.average != "polyak" and not decay:
+            raise ValueError(f"average={self.average!r}: must be None, 'polyak' or a decay < 1")
+
+    def settled(self, plan: Plan) -> tuple[Plan, float]:
+        """Return the plan as it is, and the clip."""
+        return plan, self.clip
+
+    def build(self, parameters: list[Tensor]) -> torch.optim.Optimizer:
+        """Return the optimizer."""
+        if callable(self.optimizer):
+            return self.optimizer(parameters, lr=self.learning_rate)
+        kind = _OPTIMIZERS[self.optimizer]
+        extra = {"momentum": self.momentum} if self.optimizer in ("sgd", "rmsprop") else {}
+        return kind(parameters, lr=self.learning_rate, **extra)
+
+
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+}
+_SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda done: 0.5 * (1 + float(torch.cos(torch.tensor(done * torch.pi)))),
+    "linear": lambda done: 1 - done,
+}
+
+
+class DescentProcess(Process):
+    """Hands gradients of a loss that is a mean over records to an optimizer."""
+
+    def __init__(self, settings: Descent, problem: Problem, attached: Attached) -> None:
+        self.settings, self.problem, self.model = settings, problem, problem.model
+        self.attached = attached
+        self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = settings.build(list(self.parameters.values()))
+        self.steps = 0
+        self._averages: dict[str, Tensor] = {}
+        self._averaged = 0
+        self._start_schedule()
+
+    def contribute(self, x: Any, y: Tensor) -> Contributions:
+        """Return what the examples of a batch contribute."""
+        return self.attached(x, y)
+
+    @abstractmethod
+    def gradient(self, release: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the gradient of (data term + prior term) / n by parameter name."""
+
+    def update(self, release: Mapping[str, Tensor]) -> None:
+        """Take an optimizer step, and average."""
+        with torch.no_grad():
+            for name, gradient in self.gradient(release).items():
+                self.parameters[name].grad = gradient.to(self.parameters[name].dtype)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.schedule is not None:
+                self.schedule.step()
+            self.steps += 1
+            self._average()
+
+    def _start_schedule(self) -> None:
+        schedule, total = self.settings.schedule, max(1, self.problem.steps)
+        if isinstance(schedule, str):
+            factor = _SCHEDULES[schedule]
+            self.schedule: Any = torch.optim.lr_scheduler.LambdaLR(
+                self.optimizer, lambda step: factor(min(1.0, step / total))
+            )
+        else:
+            self.schedule = None if schedule is None else schedule(self.optimizer)
+
+    def _average(self) -> None:
+        kind = self.settings.average
+        if kind is None or (kind == "polyak" and 2 * self.steps <= self.problem.steps):
+            return
+        self._averaged += 1
+        decay = kind if isinstance(kind, float) else 1 - 1 / self._averaged
+        for name, parameter in self.parameters.items():
+            if name not in self._averages:
+                self._averages[name] = parameter.detach().clone()
+            else:
+                self._averages[name].lerp_(parameter.detach(), 1 - decay)
+
+    def final(self) -> nn.Module:
+        """Return the network at its last weights, or at their average."""
+        model = copy.deepcopy(self.model)
+        model.load_state_dict({**self.model.state_dict(), **self._averages})
+        return model
+
+    def state(self) -> dict[str, Tensor]:
+        """Return everything needed to go on from here, as tensors."""
+        tensors = {f"model.{n}": v for n, v in self.model.state_dict().items()}
+        for index, values in self.optimizer.state_dict()["state"].items():
+            for key, value in values.items():
+                if value is not None:
+                    tensors[f"optimizer.{index}.{key}"] = torch.as_tensor(value)
+        tensors |= {f"average.{n}": v for n, v in self._averages.items()}
+        tensors["counts"] = torch.tensor([self.steps, self._averaged])
+        return {name: value.detach().clone().contiguous() for name, value in tensors.items()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a `state`."""
+        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "average": {}}
+        for name, value in state.items():
+            kind, _, rest = name.partition(".")
+            if rest:
+                parts[kind][rest] = value
+        self.model.load_state_dict(parts["model"])
+        saved = self.optimizer.state_dict()
+        saved["state"] = {}
+        for name, value in parts["optimizer"].items():
+            index, _, key = name.partition(".")
+            saved["state"].setdefault(int(index), {})[key] = value.clone()
+        self.optimizer.load_state_dict(saved)
+        device = next(iter(self.parameters.values())).device
+        self._averages = {name: value.to(device) for name, value in parts["average"].items()}
+        self.steps, self._averaged = (int(v) for v in state["counts"])
+        self._start_schedule()
+        for _ in range(self.steps if self.schedule is not None else 0):
+            self.optimizer.step()
+            self.schedule.step()

@@ -1,0 +1,348 @@
+"""DP-SGLD and DP-SGHMC: samples of the posterior, whose own noise is the privacy noise."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpbnn.contributions.attach import attach
+from dpbnn.contributions.base import Contributions
+from dpbnn.methods.base import Method, Problem, Process, check_positive
+from dpbnn.posteriors import IteratePosterior, IterateWriter, Posterior
+from dpbnn.privacy.plan import Plan, plan
+
+Rate = float | Callable[[int], float]
+
+
+def cyclical(learning_rate: float, cycles: int, steps: int) -> Callable[[int], float]:
+    """Return the cyclical schedule eta_t = eta/2 (cos(pi (t mod L)/L) + 1), L = steps/cycles.
+
+    Reference: Zhang et al., Cyclical stochastic gradient MCMC, 2020.
+    """
+    check_positive(learning_rate=learning_rate, cycles=cycles, steps=steps)
+    length = steps / cycles
+    return lambda t: learning_rate / 2 * (math.cos(math.pi * (t % length) / length) + 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Langevin(Method):
+    """Settings that SGLD and SGHMC share.
+
+    Attributes:
+        learning_rate: eta, one number or a function of the step.
+        clip: C; None solves for the clip that meets the plan. Of (learning rate, clip, sigma) two
+            are free: three that disagree are an error.
+        temperature: tau; exp(-U/tau) is sampled.
+        keep: how many of the last iterates are stored.
+        thin: store every thin-th iterate.
+        chains: independent chains; all of them are paid for out of the plan's epsilon.
+        dtype: "float32" or "bfloat16", of the stored iterates.
+        folder: where iterates are written; a temporary folder by default.
+    """
+
+    learning_rate: Rate = 1e-5
+    clip: float | None = None
+    temperature: float = 1.0
+    keep: int = 100
+    thin: int = 1
+    chains: int = 1
+    dtype: str = "float32"
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        rate = None if callable(self.learning_rate) else self.learning_rate
+        check_positive(
+            learning_rate=rate, clip=self.clip, temperature=self.temperature, keep=self.keep,
+            thin=self.thin, chains=self.chains,
+        )  # fmt: skip
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype={self.dtype!r}: must be 'float32' or 'bfloat16'")
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        value = self.learning_rate(step) if callable(self.learning_rate) else self.learning_rate
+        if not (0 < value < math.inf):
+            raise ValueError(f"learning_rate={value} at step {step}: must be a finite number > 0")
+        return value
+
+    @abstractmethod
+    def unit(self, n: int, batch_size: float) -> float:
+        """Return sigma * C * sqrt(eta), which the update's equation fixes."""
+
+    def noise_multipliers(
+        self, n: int, batch_size: float, steps: int, clip: float | None = None
+    ) -> list[float]:
+        """Return sigma of every step of one chain, as the steps that run have it.
+
+        Args:
+            n: number of records.
+            batch_size: expected batch size.
+            steps: steps of one chain.
+            clip: C; the settings' by default.
+        """
+        clip = self.clip if clip is None else clip
+        if clip is None:
+            raise ValueError("clip: missing; sigma follows from the learning rate and the clip")
+        unit = self.unit(n, batch_size)
+        return [unit / (clip * math.sqrt(self.rate(step))) for step in range(steps)]
+
+    def settled(self, given: Plan) -> tuple[Plan, float]:
+        """Return the plan with the sigma of every step, within the given epsilon, and the clip."""
+        common: dict[str, Any] = {
+            "delta": given.delta, "n": given.n, "batch_size": given.batch_size,
+            "steps": self.chains * given.steps, "sampling": given.sampling,
+            "relation": given.relation, "accountant": given.accountant, "beside": given.beside,
+        }  # fmt: skip
+        if self.clip is not None:
+            sigmas = self.noise_multipliers(given.n, given.batch_size, given.steps) * self.chains
+            settled = plan(noise_multiplier=sigmas, **common)
+            if settled.epsilon > given.epsilon * (1 + 1e-6):
+                raise ValueError(
+                    f"learning_rate and clip={self.clip:g} make sigma "
+                    f"{settled.noise_multiplier:.5g} and epsilon {settled.epsilon:.4g}, over the "
+                    f"plan's {given.epsilon:.4g}; leave the clip out to have it solved for, or "
+                    f"lower one of them"
+                )
+            return settled, self.clip
+        shape = self.noise_multipliers(given.n, given.batch_size, given.steps, clip=1.0)
+        constant = self.chains == 1 and len(set(shape)) == 1 and len(given.noise_multipliers) == 1
+        if constant:
+            return given, shape[0] / given.noise_multiplier
+        settled = plan(epsilon=given.epsilon, schedule=shape * self.chains, **common)
+        return settled, shape[0] / settled.noise_multipliers[0][0]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SGLD(Langevin):
+    """Stochastic gradient Langevin dynamics, Algorithm 2 of the DP-BNN paper.
+
+        half-step:  w <- w - (eta/2) ((n/b) release + grad r),   injected variance eta tau
+        paper:      w <- w -  eta    ((n/b) release + grad r),   injected variance 2 eta tau
+
+    The injected noise is the gate's (Theorem 1): sigma = (b/(nC)) sqrt(2 tau/a) for drift a. An
+    example contributes its gradient, so the sensitivity is the clip. Without privacy the process
+    adds the same noise itself.
+    """
+
+    convention: str = "half-step"
+
+    name = "sgld"
+
+    @classmethod
+    def paper(cls, learning_rate: Rate = 5e-6, clip: float | None = 1.5, **settings: Any) -> SGLD:
+        """Return the paper's update: drift eta, noise variance eta, which is temperature 1/2."""
+        defaults = {"temperature": 0.5, "convention": "paper"}
+        return cls(learning_rate=learning_rate, clip=clip, **{**defaults, **settings})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.convention not in ("half-step", "paper"):
+            raise ValueError(f"convention={self.convention!r}: must be 'half-step' or 'paper'")
+
+    @property
+    def drift(self) -> float:
+        """Share of the learning rate that moves along the gradient."""
+        return 0.5 if self.convention == "half-step" else 1.0
+
+    def unit(self, n: int, batch_size: float) -> float:
+        """Return sigma * C * sqrt(eta) = (b/n) sqrt(2 tau / drift)."""
+        return batch_size / n * math.sqrt(2 * self.temperature / self.drift)
+
+    def start(self, problem: Problem) -> SGLDProcess:
+        """Return a process at its first step."""
+        return SGLDProcess(self, problem)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SGHMC(Langevin):
+    """Stochastic gradient Hamiltonian Monte Carlo with friction a.
+
+        v <- (1 - a) v - eta ((n/b) release + grad r),   injected variance 2 a eta tau;   w <- w + v
+
+    so sigma = (b/(nC)) sqrt(2 a tau / eta). The momentum is post-processing of earlier releases.
+
+    Reference: Chen, Fox, Guestrin, Stochastic gradient Hamiltonian Monte Carlo, 2014.
+    """
+
+    friction: float = 0.1
+
+    name = "sghmc"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (0 < self.friction <= 1):
+            raise ValueError(f"friction={self.friction}: must lie in (0, 1]")
+
+    def unit(self, n: int, batch_size: float) -> float:
+        """Return sigma * C * sqrt(eta) = (b/n) sqrt(2 a tau)."""
+        return batch_size / n * math.sqrt(2 * self.friction * self.temperature)
+
+    def start(self, problem: Problem) -> SGHMCProcess:
+        """Return a process at its first step."""
+        return SGHMCProcess(self, problem)
+
+
+class LangevinProcess(Process):
+    """State and updates that SGLD and SGHMC share: chains, stored iterates, injected noise."""
+
+    def __init__(self, settings: Langevin, problem: Problem) -> None:
+        self.settings, self.problem, self.model = settings, problem, problem.model
+        self.attached = attach(
+            self.model, problem.likelihood, microbatch_size=problem.microbatch_size
+        )
+        self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.first = {n: p.detach().clone() for n, p in self.parameters.items()}
+        self.length = problem.steps // settings.chains
+        self.steps = 0
+        stored = self.length // settings.thin
+        self.kept = min(settings.keep, max(1, stored))
+        self.writer: IterateWriter | None = None
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+
+    def ready(self) -> None:
+        """Reserve the disk space of all iterates."""
+        self._open_writer()
+
+    def contribute(self, x: Any, y: Tensor) -> Contributions:
+        """Return what the examples of a batch contribute."""
+        return self.attached(x, y)
+
+    @abstractmethod
+    def move(self, name: str, drift: Tensor, eta: float, injected: Tensor | None) -> None:
+        """Move one parameter along (n/b) release + grad r; `injected` is unit noise, if any."""
+
+    def update(self, release: Mapping[str, Tensor]) -> None:
+        """Take a Langevin step; store the iterate when its turn has come."""
+        problem, position = self.problem, self.steps % self.length
+        if position == 0 and self.steps:
+            self.restart()
+        writer = self._open_writer()
+        eta = self.settings.rate(position)
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                scale = problem.n / problem.batch_size
+                drift = release[name] * scale + problem.prior.gradient(parameter)
+                injected = None if problem.private else torch.randn_like(parameter)
+                self.move(name, drift.to(parameter.dtype), eta, injected)
+        self.steps += 1
+        last = self.length - (position + 1)
+        if last % self.settings.thin == 0 and last // self.settings.thin < self.kept:
+            writer.append({n: p.detach() for n, p in self.parameters.items()})
+
+    def _open_writer(self) -> IterateWriter:
+        """Return the writer."""
+        if self.writer is None:
+            folder = self.settings.folder
+            if folder is None:
+                self._temporary = tempfile.TemporaryDirectory(prefix="dpbnn-")
+                folder = self._temporary.name
+            path, stored = Path(folder) / "iterates.safetensors", self._stored(self.steps)
+            if self.steps and not stored:
+                path.unlink(missing_ok=True)
+            self.writer = IterateWriter(
+                path,
+                {n: p.detach() for n, p in self.parameters.items()},
+                self.kept * self.settings.chains,
+                dtype=getattr(torch, self.settings.dtype),
+                keep="first",
+                start=stored,
+            )
+        return self.writer
+
+    def _stored(self, steps: int) -> int:
+        """Return how many iterates have been stored after so many steps."""
+        chains, position = divmod(steps, self.length)
+        thin = self.settings.thin
+        first = self.length - (self.kept - 1) * thin
+        return chains * self.kept + (max(0, (position - first) // thin + 1) if position else 0)
+
+    def restart(self) -> None:
+        """Begin the next chain: at fresh initial weights where the layers can draw them."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(self.first[name])
+            for module in self.model.modules():
+                if hasattr(module, "reset_parameters") and any(
+                    p.requires_grad for p in module.parameters(recurse=False)
+                ):
+                    module.reset_parameters()
+
+    def posterior(self, **record: Any) -> Posterior:
+        """Return the stored iterates."""
+        writer = self._open_writer()
+        writer.close()
+        posterior = IteratePosterior(self.model, self.problem.likelihood, writer.path, **record)
+        posterior.temporary = self._temporary  # type: ignore[attr-defined]
+        return posterior
+
+    def state(self) -> dict[str, Tensor]:
+        """Return everything needed to go on from here, as tensors."""
+        tensors = {f"model.{n}": v for n, v in self.model.state_dict().items()}
+        tensors |= {f"first.{n}": v for n, v in self.first.items()}
+        tensors["counts"] = torch.tensor([self.steps])
+        return {name: value.detach().clone().contiguous() for name, value in tensors.items()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a `state`."""
+        model = {n[6:]: v for n, v in state.items() if n.startswith("model.")}
+        self.model.load_state_dict(model)
+        device = next(iter(self.parameters.values())).device
+        self.first = {n[6:]: v.to(device) for n, v in state.items() if n.startswith("first.")}
+        self.steps = int(state["counts"][0])
+
+
+class SGLDProcess(LangevinProcess):
+    """State and updates of `SGLD`."""
+
+    settings: SGLD
+
+    def move(self, name: str, drift: Tensor, eta: float, injected: Tensor | None) -> None:
+        """Move along -a eta drift, a the share of the convention."""
+        step = self.settings.drift * eta
+        self.parameters[name].sub_(drift, alpha=step)
+        if injected is not None:
+            std = math.sqrt(2 * self.settings.temperature * step)
+            self.parameters[name].add_(injected, alpha=std)
+
+
+class SGHMCProcess(LangevinProcess):
+    """State and updates of `SGHMC`."""
+
+    settings: SGHMC
+
+    def __init__(self, settings: SGHMC, problem: Problem) -> None:
+        super().__init__(settings, problem)
+        self.velocity = {n: torch.zeros_like(p) for n, p in self.parameters.items()}
+
+    def move(self, name: str, drift: Tensor, eta: float, injected: Tensor | None) -> None:
+        """Move the velocity along -eta drift, and the parameter along the velocity."""
+        velocity = self.velocity[name]
+        velocity.mul_(1 - self.settings.friction).sub_(drift, alpha=eta)
+        if injected is not None:
+            std = math.sqrt(2 * self.settings.friction * eta * self.settings.temperature)
+            velocity.add_(injected, alpha=std)
+        self.parameters[name].add_(velocity)
+
+    def restart(self) -> None:
+        """Begin the next chain, at rest."""
+        super().restart()
+        for velocity in self.velocity.values():
+            velocity.zero_()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return everything needed to go on from here, as tensors."""
+        return super().state() | {f"velocity.{n}": v.clone() for n, v in self.velocity.items()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a `state`."""
+        super().restore(state)
+        for name, velocity in self.velocity.items():
+            velocity.copy_(state[f"velocity.{name}"])

@@ -1,0 +1,49 @@
+"""DP-SGD: a point estimate (the maximum of the posterior) by any optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from dpbnn.contributions.attach import attach
+from dpbnn.methods.base import Descent, DescentProcess, Problem
+from dpbnn.posteriors import PointPosterior, Posterior
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SGD(Descent):
+    """Algorithm 1 of the DP-BNN paper, with any optimizer.
+
+        g = (1/b) (sum_i clip(grad nll_i) + noise) + (1/n) grad r(w),   r = -log prior
+
+    The prior sits outside the clip, once, and is scaled by the library. An example contributes the
+    gradient of its negative log-likelihood, so the sensitivity is the clip.
+    """
+
+    name = "sgd"
+
+    def start(self, problem: Problem) -> SGDProcess:
+        """Return a process at its first step."""
+        attached = attach(
+            problem.model, problem.likelihood, microbatch_size=problem.microbatch_size
+        )
+        return SGDProcess(self, problem, attached)
+
+
+class SGDProcess(DescentProcess):
+    """State and updates of `SGD`."""
+
+    def gradient(self, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return release / b + grad r / n."""
+        problem = self.problem
+        return {
+            name: release[name] / problem.batch_size + problem.prior.gradient(p) / problem.n
+            for name, p in self.parameters.items()
+        }
+
+    def posterior(self, **record: Any) -> Posterior:
+        """Return the last iterate, or the average."""
+        return PointPosterior(self.final(), self.problem.likelihood, **record)

@@ -1,0 +1,23 @@
+"""What training leaves behind: distributions over weights that predict, and are saved."""
+
+from dpbnn.posteriors.base import Posterior, predictive_from
+from dpbnn.posteriors.dropout import DropoutPosterior
+from dpbnn.posteriors.folder import load
+from dpbnn.posteriors.iterates import IteratePosterior
+from dpbnn.posteriors.low_rank import LowRankPosterior
+from dpbnn.posteriors.mean_field import MeanFieldPosterior
+from dpbnn.posteriors.point import PointPosterior
+from dpbnn.posteriors.storage import IterateStore, IterateWriter
+
+__all__ = [
+    "DropoutPosterior",
+    "IteratePosterior",
+    "IterateStore",
+    "IterateWriter",
+    "LowRankPosterior",
+    "MeanFieldPosterior",
+    "PointPosterior",
+    "Posterior",
+    "load",
+    "predictive_from",
+]

@@ -1,0 +1,116 @@
+"""Independent Gaussian weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpbnn.networks import GaussianConv2d, GaussianLayer, GaussianLinear
+from dpbnn.posteriors.base import Posterior
+from dpbnn.posteriors.evaluate import Draws, Inputs
+from dpbnn.posteriors.gaussian import check_like, gaussian_draws
+
+__all__ = ["MeanFieldPosterior"]
+
+
+class MeanFieldPosterior(Posterior):
+    """Independent Gaussian weights, w = mean + std * e, e ~ N(0, 1).
+
+    Args:
+        model: a network of plain layers whose parameters are the means.
+        likelihood: see `Posterior`.
+        std: standard deviations by parameter name; parameters left out are points.
+        **record: privacy, prior and settings; see `Posterior`.
+    """
+
+    kind = "mean-field"
+
+    def __init__(
+        self, model: nn.Module, likelihood: object, std: Mapping[str, Tensor], **record: Any
+    ) -> None:
+        super().__init__(model, likelihood, **record)
+        check_like(std, dict(self.model.named_parameters()), "std")
+        for name, tensor in std.items():
+            if not ((tensor >= 0) & tensor.isfinite()).all():
+                raise ValueError(f"std[{name!r}] must be finite and at least 0 everywhere.")
+        self.std = {
+            name: std[name].detach().clone().to(self.device)
+            for name, _ in self.model.named_parameters()
+            if name in std
+        }
+
+    @classmethod
+    def of(cls, model: nn.Module, likelihood: object, **record: Any) -> Self:
+        """Return the posterior of a network with Gaussian layers, std = softplus(rho).
+
+        Args:
+            model: as made by `to_gaussian` and trained.
+            likelihood: see `Posterior`.
+            **record: privacy, prior and settings; see `Posterior`.
+        """
+        std = {
+            f"{prefix}.{name}".removeprefix("."): F.softplus(getattr(layer, f"{name}_rho"))
+            for prefix, layer in model.named_modules()
+            if isinstance(layer, GaussianLayer)
+            for name in layer.drawn_names()
+        }
+        if not std:
+            raise ValueError("the model has no Gaussian layers; make it with to_gaussian(model).")
+        return cls(_plain_model(model), likelihood, std, **record)
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the posterior to a device, in place."""
+        self.std = {name: tensor.to(device) for name, tensor in self.std.items()}
+        return super().to(device)
+
+    def _parts(self) -> dict[str, Any]:
+        return {"std": self.std}
+
+    def _draws(
+        self, samples: int, generator: torch.Generator, inputs: Inputs
+    ) -> tuple[nn.Module, Draws]:
+        mean = {name: self.model.get_parameter(name) for name in self.std}
+        return self.model, gaussian_draws(samples, mean, self.std, generator)
+
+
+def _plain_model(model: nn.Module) -> nn.Module:
+    """Return a copy of the network with plain layers at the means."""
+    model = copy.deepcopy(model)
+    replaced: dict[int, nn.Module] = {}
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if isinstance(child, GaussianLayer):
+                setattr(parent, name, replaced.setdefault(id(child), _plain(child)))
+    return _plain(model) if isinstance(model, GaussianLayer) else model
+
+
+def _plain(layer: GaussianLayer) -> nn.Module:
+    rows, columns = layer.weight_mu.shape[:2]
+    bias = layer.bias_mu is not None
+    if type(layer) is GaussianLinear:
+        plain: nn.Module = nn.Linear(columns, rows, bias, device="meta")
+    elif type(layer) is GaussianConv2d:
+        plain = nn.Conv2d(
+            columns * layer.groups,
+            rows,
+            layer.kernel_size,
+            layer.stride,
+            layer.padding,
+            layer.dilation,
+            layer.groups,
+            bias,
+            device="meta",
+        )
+    else:
+        raise TypeError(
+            f"{type(layer).__name__} has no plain version here; pass "
+            f"MeanFieldPosterior(model, likelihood, std) with a network of plain layers."
+        )
+    for name in layer.drawn_names():
+        setattr(plain, name, nn.Parameter(getattr(layer, f"{name}_mu").detach()))
+    return plain

@@ -1,0 +1,225 @@
+"""What every method promises: one contract, and replay on neighbours."""
+
+import inspect
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import dpbnn
+from dpbnn.likelihoods import Categorical, HeteroscedasticGaussian
+from dpbnn.likelihoods import Gaussian as GaussianNoise
+from dpbnn.methods.base import Problem, Process
+
+N = 24
+
+
+def net(outputs, dropout=0.0):
+    return lambda: dpbnn.mlp(4, (6,), outputs, dropout=dropout)
+
+
+METHODS = {
+    "sgd": (dpbnn.SGD(learning_rate=0.5), 0.0),
+    "sgd-adam": (dpbnn.SGD(learning_rate=0.01, optimizer="adam", average=0.9), 0.0),
+    "sgd-momentum": (
+        dpbnn.SGD(learning_rate=0.1, momentum=0.9, schedule="cosine", average="polyak"),
+        0.0,
+    ),
+    "sgld": (dpbnn.SGLD(learning_rate=1e-3, keep=3), 0.0),
+    "sghmc": (dpbnn.SGHMC(learning_rate=1e-3, keep=3), 0.0),
+    "bbp": (dpbnn.BBP(learning_rate=0.5), 0.0),
+    "bbp-paper": (dpbnn.BBP.paper(draws=2, clip=0.5), 0.0),
+    "vi": (dpbnn.VI(learning_rate=0.5, draws=2), 0.0),
+    "mcdropout": (dpbnn.MCDropout(learning_rate=0.5), 0.4),
+    "mcdropout-shared": (dpbnn.MCDropout(learning_rate=0.5, shared_mask=True), 0.4),
+}
+PRIORS = {"gaussian": dpbnn.Gaussian(0.5), "laplace": dpbnn.Laplace(0.5), "flat": dpbnn.Flat()}
+LIKELIHOODS = {
+    "categorical": (Categorical(), 3),
+    "gaussian": (GaussianNoise(0.5), 1),
+    "learned": (GaussianNoise(None), 1),
+    "heteroscedastic": (HeteroscedasticGaussian(), 2),
+}
+
+
+def dataset(likelihood="categorical"):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, 4, generator=generator)
+    if likelihood == "categorical":
+        return x, torch.randint(0, 3, (N,), generator=generator)
+    return x, x.sum(1) + torch.randn(N, generator=generator)
+
+
+def run(name, data, likelihood="categorical", prior="gaussian", sampling="full-batch", **options):
+    method, dropout = METHODS[name]
+    kind, outputs = LIKELIHOODS[likelihood]
+    sizes = {} if sampling == "full-batch" else {"batch_size": 8}
+    plan = dpbnn.plan(noise_multiplier=20.0, delta=1e-3, n=N, sampling=sampling, steps=4, **sizes)
+    return dpbnn.fit(net(outputs, dropout), data, kind, PRIORS[prior], method, plan, **options)
+
+
+def public(posterior):
+    """Everything that a posterior shows."""
+    tensors = dict(posterior.model.state_dict())
+    if hasattr(posterior, "std"):
+        tensors |= {f"std.{name}": value for name, value in posterior.std.items()}
+    if hasattr(posterior, "iterates"):
+        count = len(posterior.iterates)
+        tensors |= {f"it.{n}": v for n, v in posterior.iterates.read(list(range(count))).items()}
+    return tensors, posterior.settings
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize("likelihood", list(LIKELIHOODS))
+def test_neighbour_replay_for_every_method_and_likelihood(name, likelihood):
+    """The release moves by at most the sensitivity, and nothing else moves at all."""
+    x, y = dataset(likelihood)
+    x[5] *= 100
+    result = dpbnn.replay(lambda data: public(run(name, data, likelihood)), (x, y), 5, trace=False)
+    result.check()
+    assert result.worst > 0
+
+
+@pytest.mark.parametrize("name", ["sgd", "sgld", "bbp", "bbp-paper", "vi"])
+@pytest.mark.parametrize("prior", list(PRIORS))
+def test_neighbour_replay_for_every_prior(name, prior):
+    result = dpbnn.replay(
+        lambda data: public(run(name, data, prior=prior)), dataset(), 3, trace=False
+    )
+    result.check()
+
+
+@pytest.mark.parametrize("name", ["sgd", "sgld", "bbp", "mcdropout"])
+def test_neighbour_replay_with_the_trace_of_calls(name):
+    dpbnn.replay(lambda data: public(run(name, data)), dataset(), 3).check()
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_update_sees_the_release_and_nothing_else(name):
+    method, dropout = METHODS[name]
+    problem = Problem(
+        method.prepared(net(3, dropout)()), Categorical(), dpbnn.Gaussian(1.0), N, 8, 5, 1.0,
+        (1.0,) * 5,
+    )  # fmt: skip
+    process = method.start(problem)
+    assert isinstance(process, Process)
+    assert list(inspect.signature(process.update).parameters) == ["release"]
+    held = [v for v in vars(process).values() if isinstance(v, torch.Tensor) and len(v.shape)]
+    assert not any(tensor.shape[0] == N for tensor in held)
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_a_process_goes_on_from_its_state(name):
+    method, dropout = METHODS[name]
+    x, y = dataset()
+
+    def start():
+        torch.manual_seed(0)
+        model = method.prepared(net(3, dropout)())
+        sigmas = (1.0,) * 6
+        problem = Problem(model, Categorical(), dpbnn.Gaussian(1.0), N, N, 6, 1.0, sigmas)
+        return method.start(problem)
+
+    def advance(process, steps, seed):
+        torch.manual_seed(seed)
+        gate = dpbnn.Gate(1.0, 0.0)
+        for _ in range(steps):
+            process.update(gate(process.contribute(x, y)))
+
+    whole = start()
+    advance(whole, 3, 1)
+    state = whole.state()
+    advance(whole, 3, 2)
+    other = start()
+    other.restore(state)
+    advance(other, 3, 2)
+    for (key, a), b in zip(
+        whole.model.state_dict().items(), other.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(a, b), key
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_the_same_code_trains_without_privacy_and_says_so(name):
+    method, dropout = METHODS[name]
+    plan = dpbnn.open_plan(n=N, sampling="full-batch", steps=3)
+    posterior = dpbnn.fit(net(3, dropout), dataset(), "categorical", None, method, plan)
+    assert "NOT PRIVATE" in str(posterior.privacy)
+    assert posterior.predict(dataset()[0], samples=3).mean.shape == (N, 3)
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_every_posterior_is_saved_and_loaded_with_its_statement(name, tmp_path):
+    posterior = run(name, dataset())
+    posterior.save(tmp_path / "run")
+    again = dpbnn.load(tmp_path / "run")
+    x, _ = dataset()
+    assert torch.equal(again.predict(x, seed=1).mean, posterior.predict(x, seed=1).mean)
+    assert again.privacy == posterior.privacy
+    assert again.privacy.private
+
+
+@pytest.mark.parametrize("name", ["sgd", "sgld", "bbp", "vi", "mcdropout"])
+def test_convolutions_train_too(name):
+    method, _ = METHODS[name]
+    layers = [nn.Conv2d(1, 3, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2)]
+    model = nn.Sequential(*layers, nn.Linear(27, 2))
+    x, y = torch.randn(N, 1, 8, 8), torch.randint(0, 2, (N,))
+    plan = dpbnn.plan(noise_multiplier=3.0, delta=1e-3, n=N, batch_size=8, steps=3)
+    posterior = dpbnn.fit(model, (x, y), "categorical", dpbnn.Gaussian(1.0), method, plan)
+    assert posterior.predict(x, samples=2).mean.shape == (N, 2)
+
+
+def test_polyak_averaging_is_the_mean_of_the_last_half():
+    method = dpbnn.SGD(learning_rate=0.1, average="polyak")
+    model = nn.Linear(4, 3)
+    problem = Problem(model, Categorical(), dpbnn.Flat(), N, N, 6, 1.0, (1.0,) * 6)
+    process = method.start(problem)
+    seen = []
+    for _ in range(6):
+        process.update({n: torch.randn_like(p) for n, p in model.named_parameters()})
+        seen.append(model.weight.detach().clone())
+    torch.testing.assert_close(process.final().weight, torch.stack(seen[3:]).mean(0))
+
+
+def test_the_prior_is_scaled_by_the_library():
+    """With zero releases, SGD decays by lr/(n std^2) and BBP's KL is over n."""
+    model = nn.Linear(4, 3)
+    problem = Problem(model, Categorical(), dpbnn.Gaussian(0.1), 1000, 10, 1, 1.0, (1.0,))
+    before = model.weight.detach().clone()
+    process = dpbnn.SGD(learning_rate=0.5).start(problem)
+    process.update({n: torch.zeros_like(p) for n, p in model.named_parameters()})
+    torch.testing.assert_close(model.weight.detach(), before * (1 - 0.5 * 100 / 1000))
+
+
+def test_dropout_precision_and_weight_decay_invert_each_other():
+    decay = dpbnn.dropout_weight_decay(0.01, 4.0, 0.5, 1000)
+    assert decay == pytest.approx(0.5 * 0.01**2 / (2 * 4.0 * 1000))
+    assert dpbnn.dropout_precision(0.01, decay, 0.5, 1000) == pytest.approx(4.0)
+
+
+def test_a_method_that_the_model_cannot_take_says_so():
+    plan = dpbnn.open_plan(n=N, sampling="full", steps=1)
+    with pytest.raises(ValueError, match=r"torch.nn.Dropout\(0.5\)"):
+        dpbnn.fit(net(3), dataset(), "categorical", None, dpbnn.MCDropout(), plan)
+    with pytest.raises(ValueError, match="Linear or Conv2d"):
+        dpbnn.fit(nn.Sequential(nn.LayerNorm(4)), dataset(), "categorical", None, dpbnn.BBP(), plan)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: dpbnn.SGD(learning_rate=-1.0), "learning_rate=-1"),
+        (lambda: dpbnn.SGD(clip=0.0), "clip=0"),
+        (lambda: dpbnn.SGD(optimizer="lion"), "optimizer='lion'"),
+        (lambda: dpbnn.SGD(schedule="steps"), "schedule='steps'"),
+        (lambda: dpbnn.SGD(average=2.0), "average=2"),
+        (lambda: dpbnn.SGD(momentum=1.0), "momentum=1"),
+        (lambda: dpbnn.MCDropout(precision=math.nan), "precision=nan"),
+        (lambda: dpbnn.SGHMC(friction=0.0), "friction=0"),
+    ],
+)
+def test_bad_settings_say_so(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,246 @@
+"""Iterates on disk: whole, interrupted, and when the disk is full."""
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dpbnn.posteriors import IterateStore, IterateWriter
+
+LIKE = {"weight": torch.zeros(3, 2), "bias": torch.zeros(3), "scale": torch.zeros(())}
+
+
+def iterate(i):
+    return {name: torch.full_like(value, float(i)) for name, value in LIKE.items()}
+
+
+def write(path, count, capacity=4, **settings):
+    with IterateWriter(path, LIKE, capacity, **settings) as writer:
+        return [writer.append(iterate(i)) for i in range(1, count + 1)]
+
+
+def values(path):
+    store = IterateStore(path)
+    if not len(store):
+        return []
+    read = store.read(range(len(store)))
+    for name, value in LIKE.items():
+        assert read[name].shape == (len(store), *value.shape)
+        assert (read[name] == read["scale"].view(-1, *[1] * value.dim())).all()
+    assert store.numbers == sorted(store.numbers)
+    return read["scale"].tolist()
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 11])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_last_are_kept_in_order(tmp_path, count, dtype):
+    write(tmp_path / "file", count, dtype=dtype)
+    assert values(tmp_path / "file") == list(range(1, count + 1))[-4:]
+    assert IterateStore(tmp_path / "file").dtype == dtype
+
+
+@pytest.mark.parametrize("count", [3, 4, 9])
+def test_the_first_are_kept(tmp_path, count):
+    kept = write(tmp_path / "file", count, keep="first")
+    assert values(tmp_path / "file") == list(range(1, min(count, 4) + 1))
+    assert kept == [i < 4 for i in range(count)]
+
+
+def test_burn_in_and_thinning(tmp_path):
+    kept = write(tmp_path / "file", 12, burn_in=3, thinning=2)
+    assert values(tmp_path / "file") == [5, 7, 9, 11]
+    assert [i + 1 for i, k in enumerate(kept) if k] == [5, 7, 9, 11]
+
+
+def test_it_is_one_plain_safetensors_file(tmp_path):
+    write(tmp_path / "file", 4)
+    tensors = load_file(tmp_path / "file")
+    assert tensors["weight"].shape == (4, 3, 2)
+    assert tensors["__index__"].tolist() == [1, 2, 3, 4]
+
+
+def test_an_interrupted_file_is_read_as_far_as_it_goes(tmp_path):
+    writer = IterateWriter(tmp_path / "file", LIKE, 10)
+    for i in range(1, 4):
+        writer.append(iterate(i))
+    writer.flush()
+    assert values(tmp_path / "file") == [1, 2, 3]  # the writer is still open
+    writer.close()
+
+
+def test_an_iterate_half_overwritten_is_not_read(tmp_path, monkeypatch):
+    """The ring's oldest slot is being replaced when the process stops."""
+    real, calls = os.pwrite, []
+
+    def pwrite(file, data, offset):
+        if calls is not None and len(calls) >= 2:
+            raise OSError(errno.EIO, "unplugged")
+        calls.append(offset)
+        return real(file, data, offset)
+
+    write(tmp_path / "file", 4)
+    writer = IterateWriter(tmp_path / "file", LIKE, 4, start=4)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    writer.append(iterate(5))
+    with pytest.raises(OSError, match="unplugged"):
+        writer.close()
+    assert values(tmp_path / "file") == [2, 3, 4]
+
+
+def test_a_full_disk_is_an_error_before_training(tmp_path, monkeypatch):
+    def full(file, offset, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"no room for 4 iterates.*MB free.*bfloat16") as caught:
+        IterateWriter(tmp_path / "file", LIKE, 4)
+    assert caught.value.errno == errno.ENOSPC
+    assert not (tmp_path / "file").exists()
+
+
+def test_space_is_reserved_at_once(tmp_path):
+    with IterateWriter(tmp_path / "file", {"w": torch.zeros(1000)}, 100):
+        assert (tmp_path / "file").stat().st_blocks * 512 >= 400_000
+
+
+@pytest.mark.parametrize("at", ["append", "close"])
+def test_a_write_error_stops_cleanly_and_the_rest_is_loadable(tmp_path, monkeypatch, at):
+    real = os.pwrite
+    writer = IterateWriter(tmp_path / "file", LIKE, 10)
+    writer.append(iterate(1))
+    writer.append(iterate(2))
+    writer.flush()
+
+    def full(file, data, offset):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    writer.append(iterate(3))
+    if at == "append":
+        while not writer._error:
+            time.sleep(0.001)
+        monkeypatch.setattr(os, "pwrite", real)
+        with pytest.raises(OSError, match="Free disk space") as caught:
+            writer.append(iterate(4))
+        assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(OSError, match="Free disk space"):
+        writer.close()
+    writer.close()
+    assert values(tmp_path / "file") == [1, 2]
+    assert not any(t.name == "iterate-writer" for t in threading.enumerate())
+
+
+def test_an_error_of_the_training_is_not_hidden(tmp_path):
+    def train():
+        with IterateWriter(tmp_path / "file", LIKE, 10) as writer:
+            writer.append(iterate(1))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert values(tmp_path / "file") == [1]
+
+
+@pytest.mark.parametrize("keep", ["first", "last"])
+def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path, keep):
+    settings = {"keep": keep, "burn_in": 1, "thinning": 2}
+    write(tmp_path / "whole", 13, **settings)
+    write(tmp_path / "parts", 9, **settings)
+    with IterateWriter(tmp_path / "parts", LIKE, 4, start=7, **settings) as writer:
+        for i in range(8, 14):
+            writer.append(iterate(i))
+    assert values(tmp_path / "parts") == values(tmp_path / "whole")
+    with pytest.raises(ValueError, match="settings of the first run"):
+        IterateWriter(tmp_path / "parts", LIKE, 5, start=7)
+
+
+def test_a_resumed_run_leaves_an_exported_copy_alone(tmp_path):
+    write(tmp_path / "file", 4)
+    IterateStore(tmp_path / "file").export(tmp_path / "copy")
+    with IterateWriter(tmp_path / "file", LIKE, 4, start=4) as writer:
+        writer.append(iterate(5))
+    assert values(tmp_path / "copy") == [1, 2, 3, 4]
+    assert values(tmp_path / "file") == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("count", [2, 4, 6])
+def test_an_exported_copy_has_no_spare_room(tmp_path, count):
+    write(tmp_path / "file", count)
+    IterateStore(tmp_path / "file").export(tmp_path / "copy")
+    assert values(tmp_path / "copy") == values(tmp_path / "file")
+    assert IterateStore(tmp_path / "copy").capacity == min(count, 4)
+
+
+def test_training_may_go_on_changing_the_weights(tmp_path):
+    weights = iterate(0)
+    with IterateWriter(tmp_path / "file", LIKE, 50) as writer:
+        for _ in range(50):
+            for value in weights.values():
+                value += 1
+            writer.append(weights)
+    assert values(tmp_path / "file") == list(range(1, 51))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_iterates_come_from_a_gpu(tmp_path, dtype):
+    weights = {name: value.cuda() for name, value in iterate(0).items()}
+    with IterateWriter(tmp_path / "file", weights, 100, dtype=dtype) as writer:
+        for _ in range(100):
+            for value in weights.values():
+                value += 1
+            writer.append(weights)
+    assert values(tmp_path / "file") == list(range(1, 101))
+
+
+def test_memory_holds_a_few_iterates_and_never_all(tmp_path):
+    """1000 iterates of 400 kB: anonymous memory stays far below 400 MB, writing and reading."""
+
+    def anonymous():
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
+    weights = {"w": torch.zeros(100_000)}
+    before, most = anonymous(), 0
+    with IterateWriter(tmp_path / "file", weights, 1000) as writer:
+        for _ in range(1000):
+            writer.append(weights)
+            most = max(most, anonymous())
+    store = IterateStore(tmp_path / "file")
+    for position in range(1000):
+        store.read([position])
+        most = max(most, anonymous())
+    assert len(store) == 1000
+    assert most - before < 40e6
+
+
+def test_wrong_arguments_are_refused(tmp_path):
+    for settings, message in (
+        ({"capacity": 0}, "capacity=0"),
+        ({"keep": "some"}, "keep='some'"),
+        ({"dtype": torch.float16}, "bfloat16"),
+        ({"thinning": 0}, "thinning=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            IterateWriter(tmp_path / "file", LIKE, **({"capacity": 2} | settings))
+    with pytest.raises(ValueError, match="named_parameters"):
+        IterateWriter(tmp_path / "file", {}, 2)
+    write(tmp_path / "file", 1)
+    with pytest.raises(FileExistsError, match="another path"):
+        IterateWriter(tmp_path / "file", LIKE, 2)
+    writer = IterateWriter(tmp_path / "other", LIKE, 2)
+    with pytest.raises(ValueError, match="bias"):
+        writer.append({"bias": torch.zeros(4)})
+    writer.close()
+    with pytest.raises(ValueError, match="closed"):
+        writer.append(iterate(1))
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(1)}, tmp_path / "plain")
+    with pytest.raises(ValueError, match="IterateWriter"):
+        IterateStore(tmp_path / "plain")

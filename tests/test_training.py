@@ -1,0 +1,344 @@
+"""fit(): bad input, interrupts, resumes, and what a run may show."""
+
+import errno
+import json
+import math
+import os
+import secrets
+import shutil
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+import dpbnn
+from dpbnn.methods.base import Process
+from dpbnn.privacy.gate import Gate
+
+N, STEPS = 40, 12
+
+
+def dataset():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(N, 4, generator=generator), torch.randint(0, 3, (N,), generator=generator)
+
+
+def plan(**change):
+    arguments = {"noise_multiplier": 2.0, "delta": 1e-5, "n": N, "batch_size": 10, "steps": STEPS}
+    return dpbnn.plan(**{**arguments, **change})
+
+
+METHODS = {
+    "sgd": dpbnn.SGD(learning_rate=0.5, momentum=0.5, schedule="cosine", average="polyak"),
+    "adam": dpbnn.SGD(learning_rate=0.05, optimizer="adam"),
+    "sgld": dpbnn.SGLD(learning_rate=1e-3, keep=6),
+    "sghmc": dpbnn.SGHMC(learning_rate=1e-3, keep=6, thin=2),
+    "bbp": dpbnn.BBP(learning_rate=0.5),
+    "mcdropout": dpbnn.MCDropout(learning_rate=0.5),
+}
+
+
+def fit(name="sgd", data=None, **options):
+    method = METHODS[name]
+    model = lambda: dpbnn.mlp(4, (5,), 3, dropout=0.3)  # noqa: E731
+    arguments = {"prior": dpbnn.Gaussian(1.0), "method": method, "plan": plan()}
+    return dpbnn.fit(model, data or dataset(), **{**arguments, **options})
+
+
+def weights(posterior):
+    tensors = [v.flatten() for v in posterior.model.state_dict().values()]
+    if hasattr(posterior, "std"):
+        tensors += [v.flatten() for v in posterior.std.values()]
+    if hasattr(posterior, "iterates"):
+        store = posterior.iterates
+        tensors += [v.flatten() for v in store.read(list(range(len(store)))).values()]
+    return torch.cat(tensors)
+
+
+@pytest.fixture
+def fixed_keys(monkeypatch):
+    """The same keys in every run, so that runs can be compared bit by bit."""
+    monkeypatch.setattr(secrets, "token_bytes", lambda n=32: bytes(range(n)))
+
+
+class Stop:
+    """Interrupts a run after so many updates, as Ctrl-C would."""
+
+    def __init__(self, monkeypatch, name, after):
+        kind = type(METHODS[name]).__name__
+        process = next(c for c in _subclasses(Process) if c.__name__ == f"{kind}Process")
+        update, seen = process.update, []
+
+        def counted(self, release):
+            update(self, release)
+            seen.append(1)
+            if len(seen) == after:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        monkeypatch.setattr(process, "update", counted)
+
+
+def _subclasses(kind):
+    for child in kind.__subclasses__():
+        yield child
+        yield from _subclasses(child)
+
+
+class TestItem13Resume:
+    """Noise is repeated after a resume, or the resumed run is another one."""
+
+    @pytest.mark.parametrize("name", list(METHODS))
+    @pytest.mark.parametrize("after", [4, 7])
+    def test_with_its_keys_a_resumed_run_equals_the_uninterrupted_one(
+        self, tmp_path, monkeypatch, fixed_keys, name, after
+    ):
+        whole = fit(name, out=tmp_path / "whole")
+        with monkeypatch.context() as patch:
+            Stop(patch, name, after)
+            with pytest.raises(KeyboardInterrupt):
+                fit(name, out=tmp_path / "run", checkpoint_every=3)
+        resumed = fit(name, out=tmp_path / "run", checkpoint_every=3, resume=True)
+        assert torch.equal(weights(resumed), weights(whole))
+        assert dpbnn.Ledger(tmp_path / "run" / "ledger.jsonl").releases == STEPS
+        assert resumed.privacy.epsilon == pytest.approx(whole.privacy.epsilon)
+
+    def test_without_its_keys_it_gets_new_ones_and_lost_steps_are_charged_again(
+        self, tmp_path, monkeypatch
+    ):
+        with monkeypatch.context() as patch:
+            Stop(patch, "sgd", 4)
+            with pytest.raises(KeyboardInterrupt):
+                fit(out=tmp_path)
+        (tmp_path / "keys.json").unlink()
+        resumed = fit(out=tmp_path, resume=True)
+        ledger = dpbnn.Ledger(tmp_path / "ledger.jsonl")
+        assert ledger.releases == STEPS + STEPS - 4
+        assert resumed.privacy.epsilon > plan().epsilon
+        assert resumed.privacy.epsilon == pytest.approx(ledger.epsilon(1e-5))
+
+    def test_going_on_twice_from_one_checkpoint_never_repeats_noise(self, tmp_path, monkeypatch):
+        with monkeypatch.context() as patch:
+            Stop(patch, "sgd", 4)
+            with pytest.raises(KeyboardInterrupt):
+                fit(out=tmp_path / "run")
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        (tmp_path / "copy" / "keys.json").unlink()
+        first = fit(out=tmp_path / "run", resume=True)
+        second = fit(out=tmp_path / "copy", resume=True)
+        assert not torch.equal(weights(first), weights(second))
+        assert not (tmp_path / "run" / "keys.json").exists()
+
+    def test_keys_are_used_up_before_anything_is_released(self, tmp_path, monkeypatch):
+        with monkeypatch.context() as patch:
+            Stop(patch, "sgd", 4)
+            with pytest.raises(KeyboardInterrupt):
+                fit(out=tmp_path)
+        there = []
+        call = Gate.__call__
+        monkeypatch.setattr(
+            Gate,
+            "__call__",
+            lambda *a, **k: (there.append((tmp_path / "keys.json").exists()), call(*a, **k))[1],
+        )
+        fit(out=tmp_path, resume=True, checkpoint_every=100)
+        assert there
+        assert not any(there)
+
+    def test_other_data_gets_other_noise(self, tmp_path, monkeypatch):
+        """The same noise on other data would show the difference."""
+        with monkeypatch.context() as patch:
+            Stop(patch, "sgd", 4)
+            with pytest.raises(KeyboardInterrupt):
+                fit(out=tmp_path)
+        keys = json.loads((tmp_path / "keys.json").read_text())
+        x, y = dataset()
+        x[0] += 1
+        used = []
+        from_key = dpbnn.NoiseSource.from_key
+        monkeypatch.setattr(
+            dpbnn.NoiseSource,
+            "from_key",
+            lambda key, step=0: (used.append(key), from_key(key, step))[1],
+        )
+        fit(data=(x, y), out=tmp_path, resume=True)
+        assert used[0].hex() != keys["noise"]
+
+    def test_keys_are_for_the_owner_and_nowhere_else(self, tmp_path, monkeypatch):
+        with monkeypatch.context() as patch:
+            Stop(patch, "sgd", 4)
+            with pytest.raises(KeyboardInterrupt):
+                fit(out=tmp_path)
+        assert (tmp_path / "keys.json").stat().st_mode & 0o077 == 0
+        keys = json.loads((tmp_path / "keys.json").read_text())
+        posterior = fit(out=tmp_path, resume=True)
+        assert not (tmp_path / "keys.json").exists()
+        posterior.save(tmp_path / "posterior")
+        for path in tmp_path.rglob("*"):
+            if path.is_file():
+                content = path.read_bytes()
+                for key in (keys["noise"], keys["sampling"]):
+                    assert key.encode() not in content
+                    assert bytes.fromhex(key) not in content
+
+    def test_a_broken_resume_that_reuses_its_keys_is_seen(self, tmp_path, monkeypatch, fixed_keys):
+        """Two runs with the same keys have the same noise: the comparison above can fail."""
+        assert torch.equal(weights(fit()), weights(fit()))
+
+
+@pytest.mark.parametrize("after", [1, 5, 11])
+def test_an_interrupt_leaves_a_true_ledger(tmp_path, monkeypatch, after):
+    Stop(monkeypatch, "sgd", after)
+    with pytest.raises(KeyboardInterrupt):
+        fit(out=tmp_path)
+    assert dpbnn.Ledger(tmp_path / "ledger.jsonl").releases >= after
+
+
+def test_resuming_with_other_settings_or_nothing_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="needs out="):
+        fit(resume=True)
+    with pytest.raises(FileNotFoundError, match="leave resume out"):
+        fit(out=tmp_path / "empty", resume=True)
+    with monkeypatch.context() as patch:
+        Stop(patch, "sgd", 4)
+        with pytest.raises(KeyboardInterrupt):
+            fit(out=tmp_path)
+    with pytest.raises(FileExistsError, match="resume=True"):
+        fit(out=tmp_path)
+    with pytest.raises(ValueError, match="other settings"):
+        fit("adam", out=tmp_path, resume=True)
+
+
+def with_nan():
+    x, y = dataset()
+    x[3, 1] = math.nan
+    return x, y
+
+
+def with_label(value):
+    x, y = dataset()
+    y[5] = value
+    return x, y
+
+
+BAD = [
+    (with_nan(), {}, r"1 rows cannot be used, the first ones \[3\]"),
+    (with_label(3), {}, r"first ones \[5\]: labels must be whole numbers from 0 to 2"),
+    (with_label(-1), {}, r"first ones \[5\]"),
+    ((dataset()[0][:-1], dataset()[1]), {}, "plan with n=39"),
+    ((torch.randn(N, 9), dataset()[1]), {}, r"inputs of shape \(9,\)"),
+    ((dataset()[0], torch.randn(N, 2)), {"likelihood": "gaussian"}, "targets have 2 columns"),
+    (dataset(), {"method": None}, "method and plan"),
+    (dataset(), {"on_bad_rows": "drop"}, "on_bad_rows='drop'"),
+    (dataset(), {"likelihood": "poisson"}, "likelihood='poisson'"),
+    (dataset(), {"ledger": dpbnn.Ledger(relation="replace-one")}, "relation"),
+]
+
+
+@pytest.mark.parametrize(("data", "options", "message"), BAD)
+def test_bad_input_is_refused_before_anything_is_spent(data, options, message):
+    ledger = options.get("ledger") or dpbnn.Ledger()
+    with pytest.raises((ValueError, TypeError), match=message):
+        fit(data=data, **{"ledger": ledger, **options})
+    assert ledger.releases == 0
+
+
+def test_a_model_that_is_not_per_example_is_refused_before_anything_is_spent():
+    ledger = dpbnn.Ledger()
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    with pytest.raises(dpbnn.UnsupportedModel, match="BatchNorm1d"):
+        dpbnn.fit(model, dataset(), method=METHODS["sgd"], plan=plan(), ledger=ledger)
+    assert ledger.releases == 0
+
+
+def test_a_full_disk_is_noticed_before_anything_is_spent(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    ledger = dpbnn.Ledger()
+    with pytest.raises(OSError, match="No space left"):
+        fit("sgld", ledger=ledger, out=tmp_path)
+    assert ledger.releases == 0
+
+
+def test_bad_rows_can_contribute_nothing():
+    """The run equals, noise aside, one in which they were never drawn."""
+    x, y = with_nan()
+    y[5] = 99
+    posterior = fit(data=(x, y), on_bad_rows="zero")
+    assert weights(posterior).isfinite().all()
+    quiet = dpbnn.open_plan(n=N, sampling="full", steps=3)
+    bad = fit(data=(x, y), on_bad_rows="zero", plan=quiet, method=dpbnn.SGD(learning_rate=0.1))
+    assert weights(bad).isfinite().all()
+
+
+def test_a_budget_on_the_ledger_stops_the_run():
+    ledger = dpbnn.Ledger(epsilon=plan().epsilon / 2, delta=1e-5)
+    with pytest.raises(dpbnn.BudgetExceeded):
+        fit(ledger=ledger)
+    assert ledger.epsilon() <= plan().epsilon / 2
+
+
+def test_two_fits_on_one_ledger_compose():
+    ledger = dpbnn.Ledger()
+    first, second = fit(ledger=ledger), fit("adam", ledger=ledger)
+    assert ledger.releases == 2 * STEPS
+    assert second.privacy.epsilon > first.privacy.epsilon
+
+
+def test_item_18_a_run_shows_nothing_that_was_not_released(capfd, caplog, tmp_path):
+    """No loss, norm or clip fraction in the output, in the posterior or in its files."""
+    posterior = fit(out=tmp_path / "run")
+    streams = capfd.readouterr()
+    assert streams.out == ""
+    assert streams.err == ""
+    assert not caplog.records
+    posterior.save(tmp_path / "posterior")
+    manifest = (tmp_path / "posterior" / "manifest.json").read_text().lower()
+    for word in ("loss", "gradient", "norm_of", "fraction", "accuracy"):
+        assert word not in manifest
+    result = dpbnn.replay(
+        lambda data: json.loads(json.dumps(fit(data=data).settings, default=str)), dataset(), 2,
+        seed=1, trace=False,
+    )  # fmt: skip
+    assert not [d for d in result.differences if d.startswith("result")]
+
+
+def test_item_30_the_statement_has_the_declared_number_of_tuning_runs():
+    assert "not declared" in str(fit().privacy)
+    text = " ".join(str(fit(tuning_runs=7).privacy).split())
+    assert "7 tuning runs declared" in text
+    assert "not part of epsilon" in text
+
+
+def test_the_progress_bar_shows_steps_and_an_upper_bound_on_epsilon(capfd):
+    fit(progress=True)
+    shown = capfd.readouterr().err
+    assert f"/{STEPS}" in shown
+    assert "epsilon <=" in shown
+
+
+def test_the_seed_controls_initialisation_and_not_the_noise():
+    first, second = (
+        dpbnn.fit(
+            lambda: dpbnn.mlp(4, (5,), 3), dataset(), method=dpbnn.SGD(learning_rate=1e-9),
+            plan=plan(), seed=seed,
+        )
+        for seed in (1, 1)
+    )  # fmt: skip
+    torch.testing.assert_close(weights(first), weights(second), atol=1e-4, rtol=0)
+    assert not torch.equal(weights(fit(seed=1)), weights(fit(seed=1)))
+
+
+def test_a_debug_seed_repeats_everything_and_says_so():
+    first, second = fit(debug_seed=3), fit(debug_seed=3)
+    assert torch.equal(weights(first), weights(second))
+    assert "DEBUG: NOT PRIVATE" in str(first.privacy)
+
+
+def test_the_users_model_is_left_as_it_was():
+    model = dpbnn.mlp(4, (5,), 3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    dpbnn.fit(model, dataset(), method=METHODS["sgd"], plan=plan())
+    assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
