@@ -16,7 +16,7 @@ if "DPBNN_DATA" not in os.environ and _BESIDE.is_dir():
     os.environ["DPBNN_DATA"] = str(_BESIDE)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def data_folder() -> Path:
     """The folder with the papers' datasets; tests that need it skip, loudly, where it is absent."""
     folder = os.environ.get("DPBNN_DATA")

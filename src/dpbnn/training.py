@@ -319,8 +319,11 @@ class _Run:
             step=self.step,
             charged=self._charged(ledger) if same else (),
         )
-        self.process.ready()
-        yield
+        try:
+            self.process.ready()
+            yield
+        finally:
+            self.process.close()
         if self.key_file is not None:
             self.key_file.unlink(missing_ok=True)
 

@@ -123,7 +123,7 @@ def test_item_22_sigma_recomputed_from_the_update_is_the_ledgers(method):
         zero = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
         zero["weight"][0, 0] = clip
         process.update(zero)
-        one_record = float((model.weight - before).norm())
+        one_record = float((model.weight.detach() - before).norm())
         eta = method.rate(step)
         if isinstance(method, dpbnn.SGHMC):
             injected = math.sqrt(2 * method.friction * eta * method.temperature)

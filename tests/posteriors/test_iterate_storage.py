@@ -110,7 +110,7 @@ def test_space_is_reserved_at_once(tmp_path):
 
 @pytest.mark.parametrize("at", ["append", "close"])
 def test_a_write_error_stops_cleanly_and_the_rest_is_loadable(tmp_path, monkeypatch, at):
-    real = os.pwrite
+    real, before = os.pwrite, set(threading.enumerate())
     writer = IterateWriter(tmp_path / "file", LIKE, 10)
     writer.append(iterate(1))
     writer.append(iterate(2))
@@ -132,7 +132,7 @@ def test_a_write_error_stops_cleanly_and_the_rest_is_loadable(tmp_path, monkeypa
         writer.close()
     writer.close()
     assert values(tmp_path / "file") == [1, 2]
-    assert not any(t.name == "iterate-writer" for t in threading.enumerate())
+    assert not set(threading.enumerate()) - before
 
 
 def test_an_error_of_the_training_is_not_hidden(tmp_path):

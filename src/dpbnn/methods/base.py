@@ -67,6 +67,9 @@ class Process(ABC):
     def ready(self) -> None:  # noqa: B027, most methods need nothing
         """Get hold of what the run needs, such as disk space, before anything is spent."""
 
+    def close(self) -> None:  # noqa: B027, most methods hold nothing
+        """Let go of what `ready` got hold of; what is on disk stays."""
+
     @abstractmethod
     def contribute(self, x: Any, y: Tensor) -> Contributions:
         """Return what the examples of a batch contribute."""

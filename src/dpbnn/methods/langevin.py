@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import tempfile
@@ -210,6 +211,12 @@ class LangevinProcess(Process):
     def ready(self) -> None:
         """Reserve the disk space of all iterates."""
         self._open_writer()
+
+    def close(self) -> None:
+        """Finish writing; an error of a run that has failed already is not raised again."""
+        if self.writer is not None:
+            with contextlib.suppress(OSError):
+                self.writer.close()
 
     def contribute(self, x: Any, y: Tensor) -> Contributions:
         """Return what the examples of a batch contribute."""
