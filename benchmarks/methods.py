@@ -80,24 +80,25 @@ def prediction(rounds: int, device: str) -> None:
     model = dpbnn.to_gaussian(dpbnn.mlp()).to(device)
     posterior = MeanFieldPosterior.of(model, "categorical")
     generator = torch.Generator(device).manual_seed(0)
-    for count in (256, 10_000):
+    cases = ((256, 100), (10_000, 100)) if device == "cuda" else ((256, 20), (1000, 20))
+    for count, samples in cases:
         x = torch.randn(count, 1, 28, 28, device=device)
 
-        def loop(x: torch.Tensor = x) -> torch.Tensor:
-            network, draws = posterior._draws(100, generator, (x,))
+        def loop(x: torch.Tensor = x, samples: int = samples) -> torch.Tensor:
+            network, draws = posterior._draws(samples, generator, (x,))
             outputs = []
             with torch.no_grad():
-                for _ in range(100):
+                for _ in range(samples):
                     weights = {k: v[0] for k, v in draws.take(1).items()}
                     outputs.append(torch.func.functional_call(network, weights, (x,)))
             return torch.stack(outputs)
 
-        runs = {"batched": lambda x=x: posterior.outputs(x, 100), "loop": loop}
+        runs = {"batched": functools.partial(posterior.outputs, x, samples), "loop": loop}
         few = max(3, rounds // (1 if count == 256 else 5))
         times = compare(runs, few, device)
         print(
-            f"| predicting {count} images with 100 samples | {1e3 * times['batched']:.1f} ms | "
-            f"{times['loop'] / times['batched']:.1f} x faster than a loop |"
+            f"| predicting {count} images with {samples} samples | {1e3 * times['batched']:.1f} ms "
+            f"| {times['loop'] / times['batched']:.1f} x faster than a loop |"
         )
 
 

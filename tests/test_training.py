@@ -243,10 +243,23 @@ def test_bad_input_is_refused_before_anything_is_spent(data, options, message):
     assert ledger.releases == 0
 
 
-def test_a_model_that_is_not_per_example_is_refused_before_anything_is_spent():
+class Centred(nn.Linear):
+    """Subtracts the mean of the batch, which only a probe can see."""
+
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), "BatchNorm1d"),
+        (Centred(4, 3), "other examples"),
+    ],
+)
+def test_a_model_that_is_not_per_example_is_refused_before_anything_is_spent(model, message):
     ledger = dpbnn.Ledger()
-    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
-    with pytest.raises(dpbnn.UnsupportedModel, match="BatchNorm1d"):
+    with pytest.raises(dpbnn.UnsupportedModel, match=message):
         dpbnn.fit(model, dataset(), method=METHODS["sgd"], plan=plan(), ledger=ledger)
     assert ledger.releases == 0
 
@@ -273,11 +286,20 @@ def test_bad_rows_can_contribute_nothing():
     assert weights(bad).isfinite().all()
 
 
-def test_a_budget_on_the_ledger_stops_the_run():
-    ledger = dpbnn.Ledger(epsilon=plan().epsilon / 2, delta=1e-5)
-    with pytest.raises(dpbnn.BudgetExceeded):
+def test_a_budget_that_does_not_hold_the_run_stops_it_before_anything_is_spent():
+    ledger = dpbnn.Ledger(epsilon=plan().epsilon * 1.1, delta=1e-5)
+    fit(ledger=ledger)
+    with pytest.raises(dpbnn.BudgetExceeded, match=r"12 more releases .* is left"):
         fit(ledger=ledger)
-    assert ledger.epsilon() <= plan().epsilon / 2
+    assert ledger.releases == STEPS
+
+
+def test_what_is_planned_beside_the_training_is_in_the_statement():
+    statistics = dpbnn.plan(noise_multiplier=9.0, delta=1e-5, n=N, sampling="full", steps=1)
+    joint = plan(beside=[statistics])
+    posterior = fit(plan=joint)
+    assert posterior.privacy.epsilon == pytest.approx(joint.epsilon)
+    assert posterior.privacy.epsilon > fit().privacy.epsilon
 
 
 def test_two_fits_on_one_ledger_compose():

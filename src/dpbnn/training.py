@@ -268,6 +268,7 @@ class _Run:
         )
         self.process: Process = method.start(problem)
         self.network.train()
+        self.process.contribute(self.x[:0], self.y[:0])  # refuses what is not per example
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -309,6 +310,11 @@ class _Run:
                 f"relation: the plan has {self.plan.relation} and the ledger {ledger.relation}; "
                 f"give the plan the ledger's"
             )
+        if self.step == 0:
+            ledger.check(self.plan.own_events)
+        if self.ledger is None and not ledger.releases:
+            for event in self.plan.beside:
+                ledger.spend(event, label="planned beside the training")
         self.gate = Gate(
             self.clip,
             self.sigmas[0],

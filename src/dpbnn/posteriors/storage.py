@@ -206,10 +206,7 @@ class IterateWriter:
         for full, thread in zip(self._full, self._threads, strict=True):
             full.put(None)
             thread.join()
-        try:
-            os.fsync(self._file)
-        finally:
-            os.close(self._file)
+        os.close(self._file)
         self._raise()
 
     def __enter__(self) -> IterateWriter:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,11 @@ class Ledger:
             self._append({**spend.to_dict(), "time": round(time.time(), 3)})
             self._entries.append(spend)
 
+    def check(self, events: Iterable[Event]) -> None:
+        """Raise BudgetExceeded if the budget does not hold `events`; nothing is spent."""
+        self._refresh()
+        self._refuse(tuple(events))
+
     def _spends(self) -> list[tuple[Event, _Mechanism]]:
         """Return the entries as events, runs of one mechanism joined."""
         mechanisms = list(self._mechanisms)
@@ -224,16 +229,24 @@ class Ledger:
             if self._cost((*spent, block), delta) <= epsilon:
                 self._allowance = (unit, block.count - event.count, block.count)
                 return
-        cost = self._cost((*spent, event), delta)
+        self._refuse((event,))
+        self._allowance = (unit, 0, max(event.count, ahead // 4 if key == unit else 0))
+
+    def _refuse(self, events: tuple[Event, ...]) -> None:
+        """Raise if the budget does not hold what is spent and `events`."""
+        if self.budget is None:
+            return
+        epsilon, delta = self.budget
+        spent = tuple(event for event, _ in self._spends())
+        cost = self._cost((*spent, *events), delta)
         if cost > epsilon:
             used = self._cost(spent, delta)
             raise BudgetExceeded(
-                f"{event.count} more releases would bring epsilon to {round_up(cost)}, over the "
-                f"budget of {epsilon:g} at delta {delta:g}; {round_up(used)} is spent, "
-                f"{max(0.0, epsilon - used):.4g} is left; use more noise, fewer steps or a new "
-                f"budget"
+                f"{sum(event.count for event in events)} more releases would bring epsilon to "
+                f"{round_up(cost)}, over the budget of {epsilon:g} at delta {delta:g}; "
+                f"{round_up(used)} is spent, {max(0.0, epsilon - used):.4g} is left; use more "
+                f"noise, fewer steps or a new budget"
             )
-        self._allowance = (unit, 0, max(event.count, ahead // 4 if key == unit else 0))
 
     def _reset(self) -> None:
         self._mechanisms: dict[_Mechanism, int] = {}
