@@ -13,27 +13,17 @@ import argparse
 import functools
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 
 import torch
 
 import dpbnn
+from benchmarks.clipping import timed
 from dpbnn.likelihoods import Categorical
 from dpbnn.methods.base import Problem
 from dpbnn.posteriors import MeanFieldPosterior
 
 N, BATCH = 60_000, 256
-
-
-def seconds(run: Callable[[], object], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
 
 
 def stepper(method: object, device: str) -> Callable[[], None]:
@@ -60,7 +50,7 @@ def compare(runs: dict[str, Callable[[], object]], rounds: int, device: str) -> 
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            times[name].append(seconds(run, device))
+            times[name].append(timed(run, device))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -112,7 +102,7 @@ def storing(device: str) -> None:
                 method = dpbnn.SGLD(learning_rate=1e-7, keep=keep, folder=folder)
                 run = functools.partial(dpbnn.fit, dpbnn.mlp, (x, y), device=device)
                 fit = functools.partial(run, method=method, plan=plan)
-                times[keep].append(seconds(fit, device))
+                times[keep].append(timed(fit, device))
     one, many = (min(times[keep]) for keep in (1, 100))
     print(f"| SGLD epoch storing 100 iterates | {many:.2f} s | {many / one:.3f} x storing one |")
 

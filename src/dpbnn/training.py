@@ -450,9 +450,8 @@ class _Run:
         With the same keys and data they come out the same, so they are not charged again. With new
         keys they would be new releases, and are charged.
         """
-        events = ledger.spent(self.name)
-        sigmas = [event.noise_multiplier for event in events for _ in range(event.count)]
-        return sigmas[self.step :]
+        charged = sum(event.count for event in ledger.spent(self.name))
+        return self.sigmas[self.step : charged]
 
 
 def _replace(path: Path, write: Callable[[Path], None]) -> None:

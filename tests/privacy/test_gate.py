@@ -175,6 +175,9 @@ def test_a_seeded_source_stamps_the_statement():
     gate = Gate(clip=1.0, noise_multiplier=1.0, noise=NoiseSource.seeded(0))
     gate(DenseContributions(torch.zeros(1, 2)))
     assert "DEBUG: NOT PRIVATE" in str(gate.statement(delta=1e-5))
+    assert gate.ledger.epsilon(1e-5) == math.inf
+    other = Gate(clip=1.0, noise_multiplier=1.0, ledger=gate.ledger)
+    assert "NOT PRIVATE" in str(other.statement(delta=1e-5))
 
 
 def test_groups_are_clipped_by_themselves_and_share_the_sensitivity():

@@ -127,11 +127,13 @@ class Gate:
     def reserve(self, count: int, noise_multiplier: float | None = None) -> None:
         """Record the next `count` releases at once, so that they need no write each.
 
-        **Guarantee.** They count as spent from now on, whether they are made or not.
+        **Guarantee.** They count as spent from now on, whether they are made or not. Noise from a
+        seeded source hides nothing, and is recorded as no noise.
         """
         sigma = self._sigma(noise_multiplier)
         if OBSERVER.get() is None:
-            event = self._event(sigma, count, self.step + len(self._reserved))
+            hidden = sigma if self.noise.private else 0.0
+            event = self._event(hidden, count, self.step + len(self._reserved))
             self.ledger.spend(event, label=self.label, clip=self.clip)
         self._reserved.extend([sigma] * count)
 
