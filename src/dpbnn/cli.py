@@ -113,7 +113,7 @@ def demo_command() -> None:
     method = dpbnn.SGLD(learning_rate=2 / len(x))
     prior = dpbnn.Gaussian(1.0)
     model = functools.partial(dpbnn.mlp, 64, (64,), 10)
-    posterior = dpbnn.fit(model, (x, y), "categorical", prior, method, plan, tuning_runs=0)
+    posterior = dpbnn.fit(model, (x, y), "categorical", prior, method, plan, tuning_runs=1)
     predictive = posterior.predict(x_test)
     truth = torch.as_tensor(y_test)
     right = predictive.mode == truth
