@@ -273,3 +273,15 @@ def test_a_million_steps_are_solved_within_five_seconds(batch_size):
     dpbnn.plan(noise_multiplier=1.0, delta=1e-5, n=100, batch_size=10, steps=10)  # imports
     solve = lambda: dpbnn.plan(epsilon=1.0, batch_size=batch_size, **LONG)  # noqa: E731
     assert clock(solve, tries=2) < 5
+
+
+def test_an_open_plan_is_unmistakable():
+    plan = dpbnn.open_plan(n=100, batch_size=10, epochs=2)
+    assert not plan.private
+    assert plan.steps == 20
+    assert str(plan).startswith("NOT PRIVATE")
+    assert str(plan.statement()).startswith("*** NOT PRIVATE ***")
+    assert json.loads(plan.to_json())["epsilon"] is None
+    assert Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(ValueError, match="give one of them"):
+        dpbnn.open_plan(n=100, batch_size=10)

@@ -151,7 +151,7 @@ class Plan(_Budget):
             "batch_size": self.batch_size,
             "noise_multipliers": [list(run) for run in self.noise_multipliers],
             "steps": self.steps,
-            "epsilon": self.epsilon,
+            "epsilon": self.epsilon if self.private else None,
             "delta": self.delta,
             "relation": str(self.relation),
             "accountant": self.accountant,
@@ -181,9 +181,12 @@ class Plan(_Budget):
         sigma = f"sigma {self.noise_multiplier:.5g}"
         if len(self.noise_multipliers) > 1:
             sigma = f"a schedule of sigma from {self.noise_multiplier:.5g} upwards"
+        guarantee = "NOT PRIVATE"
+        if self.private:
+            bound = f"({round_up(self.epsilon)}, {self.delta:g})-DP"
+            guarantee = f"{bound} by {self.accountant} under {self.relation}"
         return (
-            f"({round_up(self.epsilon)}, {self.delta:g})-DP by {self.accountant} under "
-            f"{self.relation}: {self.steps} {self.sampling} releases of expected batch size "
+            f"{guarantee}: {self.steps} {self.sampling} releases of expected batch size "
             f"{self.batch_size:g} from n = {self.n}, {sigma}"
             + (f", with {len(self.beside)} other mechanisms" if self.beside else "")
         )
@@ -339,7 +342,7 @@ def plan(
     elif length is None:
         assert epsilon is not None
         sigma = sigmas[0][0]
-        sigmas = ((sigma, _solve_steps(lambda k: cost(((sigma, k),)), epsilon, draw)),)
+        sigmas = ((sigma, _solve_steps(lambda k: cost(((sigma, k),)), epsilon)),)
     return _settle(draw, sigmas, delta, relation, chosen.name, epsilon, others)
 
 
@@ -528,7 +531,7 @@ def _secant(known: list[tuple[float, float]], target: float) -> float:
     return math.exp(min(max(exponent, -50.0), 50.0))
 
 
-def _solve_steps(cost: Callable[[int], float], target: float, draw: Sampler) -> int:
+def _solve_steps(cost: Callable[[int], float], target: float) -> int:
     """Return the largest number of steps whose epsilon is at most the target."""
     if cost(1) > target:
         raise ValueError(
