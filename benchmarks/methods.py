@@ -32,7 +32,7 @@ def stepper(method: object, device: str) -> Callable[[], None]:
     x = torch.randn(BATCH, 1, 28, 28, device=device)
     y = torch.randint(0, 10, (BATCH,), device=device)
     likelihood = Categorical()
-    problem = Problem(model, likelihood, dpbnn.Gaussian(0.1), N, BATCH, 3516, 1.0, (1.0,) * 3516)
+    problem = Problem(model, likelihood, dpbnn.Gaussian(0.1), N, BATCH, 3516, True)
     process = method.start(problem)
     gate = dpbnn.Gate(1.0, 1.0)
     gate.reserve(10**5)

@@ -89,7 +89,7 @@ class TestItem13Resume:
     """Noise is repeated after a resume, or the resumed run is another one."""
 
     @pytest.mark.parametrize("name", list(METHODS))
-    @pytest.mark.parametrize("after", [4, 7])
+    @pytest.mark.parametrize("after", [4, 7, STEPS])
     def test_with_its_keys_a_resumed_run_equals_the_uninterrupted_one(
         self, tmp_path, monkeypatch, fixed_keys, name, after
     ):

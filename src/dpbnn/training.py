@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -25,10 +26,10 @@ from torch import Tensor, nn
 from dpbnn import likelihoods, posteriors
 from dpbnn.likelihoods import Likelihood
 from dpbnn.methods.base import Method, Problem, Process
-from dpbnn.methods.langevin import Langevin
 from dpbnn.networks import LearnedNoise
 from dpbnn.posteriors import Posterior
 from dpbnn.priors import Gaussian, Prior
+from dpbnn.privacy.accountants import accountant
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
@@ -94,8 +95,8 @@ def fit(
         )
     prior = Gaussian(1.0) if prior is None else prior
     likely = likelihoods.likelihood(likelihood) if isinstance(likelihood, str) else likelihood
-    settled, clip = method.settled(plan) if plan.private else _opened(method, plan)
-    with _random_state(seed, device):
+    settled, clip = method.settled(plan)
+    with _random_state(seed):
         network = copy.deepcopy(model) if isinstance(model, nn.Module) else model()
         if device is not None:
             network = network.to(device)
@@ -130,22 +131,17 @@ def load(
         likelihood: needed where it is not one of the library's.
         device: where predictions are to be computed.
     """
-
-    def statement(values: dict[str, Any]) -> PrivacyStatement:
-        return PrivacyStatement.from_json(json.dumps(values))
-
-    return posteriors.load(folder, model, likelihood=likelihood, statement=statement, device=device)
-
-
-def _opened(method: Method, plan: Plan) -> tuple[Plan, float]:
-    """Return the plan of an open gate, and its clip."""
-    chains = getattr(method, "chains", 1)
-    steps = plan.steps * chains
-    return dataclasses.replace(plan, noise_multipliers=((0.0, steps),)), math.inf
+    return posteriors.load(
+        folder,
+        model,
+        likelihood=likelihood,
+        statement=PrivacyStatement.from_dict,
+        device=device,
+    )
 
 
 @contextlib.contextmanager
-def _random_state(seed: int, device: str | torch.device | None) -> Iterator[None]:
+def _random_state(seed: int) -> Iterator[None]:
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
@@ -183,17 +179,18 @@ def _checked_data(
     bad = ~x.flatten(1).isfinite().all(1) if floating else torch.zeros(n, dtype=torch.bool)
     if isinstance(likelihood, likelihoods.Categorical):
         classes = outputs.shape[-1]
-        if y.is_floating_point() and not torch.equal(y, y.nan_to_num().round()):
-            bad = bad | ~(y == y.round())
         wrong = ~((y >= 0) & (y < classes))
-        bad = bad | (wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong)
+        if y.is_floating_point():
+            wrong = wrong | (y != y.round())
+        bad = bad | wrong.reshape(n, -1).any(1)
         y = torch.where(wrong, torch.zeros_like(y), y).long()
         expected = f"labels must be whole numbers from 0 to {classes - 1}, the network's outputs"
     else:
         y = y.to(outputs.dtype)
         bad = bad | ~y.reshape(n, -1).isfinite().all(1)
-        width = outputs.shape[-1] // (2 if hasattr(likelihood, "split") else 1)
-        if y[0].numel() != width:
+        columns = {likelihoods.Gaussian: 1, likelihoods.HeteroscedasticGaussian: 2}
+        width = outputs.shape[-1] // columns.get(type(likelihood), 1)
+        if type(likelihood) in columns and y[0].numel() != width:
             raise ValueError(
                 f"the targets have {y[0].numel()} columns and the network predicts {width}; change "
                 f"its last layer"
@@ -253,8 +250,6 @@ class _Run:
         self.name = method.name
         if self.out is not None:
             self.name = f"{method.name}, run {secrets.token_hex(4)}"
-        if self.out is not None and isinstance(method, Langevin) and method.folder is None:
-            method = dataclasses.replace(method, folder=str(self.out))
         problem = Problem(
             self.network,
             self.likelihood,
@@ -262,9 +257,9 @@ class _Run:
             plan.n,
             plan.batch_size,
             plan.steps,
-            self.clip,
-            tuple(self.sigmas),
+            plan.private,
             self.microbatch_size,
+            self.out,
         )
         self.process: Process = method.start(problem)
         self.network.train()
@@ -357,7 +352,7 @@ class _Run:
                 self._one(batch)
                 advance(self.step)
                 stop = interrupted()
-                if (stop or self.step % self.every == 0) and self.step < plan.steps:
+                if stop or (self.step % self.every == 0 and self.step < plan.steps):
                     self._save_checkpoint()
                 if stop:
                     raise KeyboardInterrupt
@@ -379,9 +374,10 @@ class _Run:
         statement = self.gate.statement(delta=self.plan.delta, tuning_runs=tuning_runs)
         return self.process.posterior(privacy=statement, prior=self.prior, settings=self.settings)
 
-    def _fingerprint(self, key: bytes) -> str:
-        """Return a keyed hash of the data; it is kept in the owner-only key file alone."""
-        digest = hashlib.blake2b(key=key[:64], digest_size=16)
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A keyed hash of the data; it is kept in the owner-only key file alone."""
+        digest = hashlib.blake2b(key=self.keys["sampling"][:64], digest_size=16)
         for tensor in (self.x, self.y):
             digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
@@ -390,9 +386,6 @@ class _Run:
         """Write the state, then the keys that go with it; each replaces the last one at once."""
         if self.state_file is None or self.key_file is None:
             return
-        writer = getattr(self.process, "writer", None)
-        if writer is not None:
-            writer.flush()
         state = {f"process.{k}": v.cpu() for k, v in self.process.state().items()}
         state["random.cpu"] = torch.get_rng_state()
         if self.x.is_cuda:
@@ -403,13 +396,13 @@ class _Run:
             "settings": json.dumps(self.settings, default=str),
         }
         _replace(self.state_file, lambda path: save_file(state, path, metadata=meta))
-        values = {
-            "step": self.step,
-            "noise": self.gate.noise.key.hex(),
-            "sampling": self.keys["sampling"].hex(),
-            "data": self._fingerprint(self.keys["sampling"]),
-        }
         if self.debug_seed is None:
+            values = {
+                "step": self.step,
+                "noise": self.gate.noise.key.hex(),
+                "sampling": self.keys["sampling"].hex(),
+                "data": self.fingerprint,
+            }
             _replace(self.key_file, lambda path: _write_private(path, json.dumps(values)))
 
     def _load_checkpoint(self, path: Path, key_file: Path) -> bool:
@@ -438,11 +431,12 @@ class _Run:
             return self.debug_seed is not None
         values = json.loads(key_file.read_text())
         key_file.unlink()
-        sampling = bytes.fromhex(values["sampling"])
-        if values["step"] != self.step or values["data"] != self._fingerprint(sampling):
-            return False
-        self.keys = {"noise": bytes.fromhex(values["noise"]), "sampling": sampling}
-        return True
+        fresh, self.keys = self.keys, {k: bytes.fromhex(values[k]) for k in ("noise", "sampling")}
+        if values["step"] == self.step and values["data"] == self.fingerprint:
+            return True
+        self.keys = fresh
+        self.__dict__.pop("fingerprint", None)
+        return False
 
     def _charged(self, ledger: Ledger) -> list[float]:
         """Return the sigmas of releases that were charged after the checkpoint.
@@ -520,7 +514,8 @@ def _bar(plan: Plan, start: int, wanted: bool) -> Iterator[Callable[[int], None]
                 runs.append((sigma, min(count, left)))
                 left -= runs[-1][1]
             part = dataclasses.replace(plan, noise_multipliers=tuple(r for r in runs if r[1]))
-            marks[mark] = round_up(part.epsilons()[plan.accountant], 3)
+            cost = accountant(plan.accountant).epsilon(part.events, plan.delta, plan.relation)
+            marks[mark] = round_up(cost, 3)
         return f"epsilon <= {marks[mark]}"
 
     console = Console(stderr=True)

@@ -99,9 +99,8 @@ def test_neighbour_replay_with_the_trace_of_calls(name):
 def test_update_sees_the_release_and_nothing_else(name):
     method, dropout = METHODS[name]
     problem = Problem(
-        method.prepared(net(3, dropout)()), Categorical(), dpbnn.Gaussian(1.0), N, 8, 5, 1.0,
-        (1.0,) * 5,
-    )  # fmt: skip
+        method.prepared(net(3, dropout)()), Categorical(), dpbnn.Gaussian(1.0), N, 8, 5, True
+    )
     process = method.start(problem)
     assert isinstance(process, Process)
     assert list(inspect.signature(process.update).parameters) == ["release"]
@@ -117,8 +116,7 @@ def test_a_process_goes_on_from_its_state(name):
     def start():
         torch.manual_seed(0)
         model = method.prepared(net(3, dropout)())
-        sigmas = (1.0,) * 6
-        problem = Problem(model, Categorical(), dpbnn.Gaussian(1.0), N, N, 6, 1.0, sigmas)
+        problem = Problem(model, Categorical(), dpbnn.Gaussian(1.0), N, N, 6, True)
         return method.start(problem)
 
     def advance(process, steps, seed):
@@ -174,7 +172,7 @@ def test_convolutions_train_too(name):
 def test_polyak_averaging_is_the_mean_of_the_last_half():
     method = dpbnn.SGD(learning_rate=0.1, average="polyak")
     model = nn.Linear(4, 3)
-    problem = Problem(model, Categorical(), dpbnn.Flat(), N, N, 6, 1.0, (1.0,) * 6)
+    problem = Problem(model, Categorical(), dpbnn.Flat(), N, N, 6, True)
     process = method.start(problem)
     seen = []
     for _ in range(6):
@@ -186,7 +184,7 @@ def test_polyak_averaging_is_the_mean_of_the_last_half():
 def test_the_prior_is_scaled_by_the_library():
     """With zero releases, SGD decays by lr/(n std^2) and BBP's KL is over n."""
     model = nn.Linear(4, 3)
-    problem = Problem(model, Categorical(), dpbnn.Gaussian(0.1), 1000, 10, 1, 1.0, (1.0,))
+    problem = Problem(model, Categorical(), dpbnn.Gaussian(0.1), 1000, 10, 1, True)
     before = model.weight.detach().clone()
     process = dpbnn.SGD(learning_rate=0.5).start(problem)
     process.update({n: torch.zeros_like(p) for n, p in model.named_parameters()})

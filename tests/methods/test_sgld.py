@@ -31,7 +31,7 @@ def sample(method, steps, *, private, keep):
         model.weight.copy_(mean[:, None])
     clip = 1e4 if private else math.inf
     sigmas = method.noise_multipliers(N, N, steps, clip) if private else [0.0] * steps
-    problem = Problem(model, GaussianNoise(NOISE), PRIOR, N, N, steps, clip, tuple(sigmas))
+    problem = Problem(model, GaussianNoise(NOISE), PRIOR, N, N, steps, private)
     process = method.start(problem)
     gate = dpbnn.Gate(clip, sigmas[0], dpbnn.FullBatch(N))
     gate.reserve(steps)
@@ -82,9 +82,8 @@ def test_theorem_1_sgld_and_its_equivalent_sgd_have_the_same_iterates(convention
     for method in (sgld, sgd):
         torch.manual_seed(0)
         model = dpbnn.mlp(6, (5,), 3)
-        sigmas = (same.noise_multiplier,) * 8
         likelihood = Categorical()
-        process = method.start(Problem(model, likelihood, prior, n, 10, 8, clip, sigmas))
+        process = method.start(Problem(model, likelihood, prior, n, 10, 8, True))
         draw = dpbnn.Poisson(n, 10)
         gate = dpbnn.Gate(clip, same.noise_multiplier, draw, noise=NoiseSource.seeded(3))
         for batch in draw.batches(8, key=b"the same batches"):
@@ -114,7 +113,7 @@ def test_item_22_sigma_recomputed_from_the_update_is_the_ledgers(method):
     assert ledger.epsilon(1e-5) <= given.epsilon * (1 + 1e-6)
 
     model = nn.Linear(4, 2)
-    problem = Problem(model, Categorical(), dpbnn.Flat(), 50, 10, 12, clip, tuple(recorded))
+    problem = Problem(model, Categorical(), dpbnn.Flat(), 50, 10, 12, True)
     process = method.start(problem)
     for step, sigma in enumerate(recorded):
         before = model.weight.detach().clone()

@@ -118,14 +118,10 @@ class Attached:
         self.likelihood, self.log_prob = likelihood, _log_prob(likelihood)
         self.space, self.data_free, self.generator = space, data_free, generator
         self.microbatch_size = microbatch_size
-        self._gaussian = {
-            path: module
-            for path, module in model.named_modules()
-            if isinstance(module, GaussianLayer)
-        }
-        self.draws = draws if self._gaussian else 1
-        self._gaussian_paths = list(self._gaussian)
-        del self._gaussian
+        self._gaussian_paths = [
+            path for path, module in model.named_modules() if isinstance(module, GaussianLayer)
+        ]
+        self.draws = draws if self._gaussian_paths else 1
         refuse_coupling(model)
         self._flags = _flags(list(model.modules()))
         if not any(self._flags):

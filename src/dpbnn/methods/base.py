@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from dpbnn.contributions.attach import Attached
+from dpbnn.contributions.attach import Attached, attach
 from dpbnn.contributions.base import Contributions
 from dpbnn.likelihoods import Likelihood
 from dpbnn.priors import Prior
+from dpbnn.privacy.langevin import check_positive
 
 if TYPE_CHECKING:
     from dpbnn.posteriors import Posterior
@@ -35,9 +38,9 @@ class Problem:
         n: number of records.
         batch_size: expected batch size.
         steps: number of releases.
-        clip: of the gate; infinite where the gate is open.
-        noise_multipliers: sigma of every step; all zero where the gate is open.
+        private: whether the gate adds noise.
         microbatch_size: most examples recorded at once.
+        folder: where the process may keep files; None is a temporary one of its own.
     """
 
     model: nn.Module
@@ -46,14 +49,14 @@ class Problem:
     n: int
     batch_size: float
     steps: int
-    clip: float
-    noise_multipliers: tuple[float, ...]
+    private: bool
     microbatch_size: int | None = None
+    folder: Path | None = None
 
-    @property
-    def private(self) -> bool:
-        """Whether the gate adds noise."""
-        return any(sigma > 0 for sigma in self.noise_multipliers)
+    def attach(self, likelihood: Likelihood | None = None, **options: Any) -> Attached:
+        """Attach the model and the likelihood, or another one; see `dpbnn.attach`."""
+        options["microbatch_size"] = self.microbatch_size
+        return attach(self.model, likelihood or self.likelihood, **options)
 
 
 class Process(ABC):
@@ -62,7 +65,10 @@ class Process(ABC):
     `update` gets the release and nothing else, so whatever it does is post-processing.
     """
 
-    model: nn.Module
+    def __init__(self, problem: Problem, attached: Attached) -> None:
+        self.problem, self.model, self.attached = problem, problem.model, attached
+        self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.steps = 0
 
     def ready(self) -> None:  # noqa: B027, most methods need nothing
         """Get hold of what the run needs, such as disk space, before anything is spent."""
@@ -70,9 +76,9 @@ class Process(ABC):
     def close(self) -> None:  # noqa: B027, most methods hold nothing
         """Let go of what `ready` got hold of; what is on disk stays."""
 
-    @abstractmethod
     def contribute(self, x: Any, y: Tensor) -> Contributions:
         """Return what the examples of a batch contribute."""
+        return self.attached(x, y)
 
     @abstractmethod
     def update(self, release: Mapping[str, Tensor]) -> None:
@@ -102,7 +108,10 @@ class Method(ABC):
 
     @abstractmethod
     def settled(self, plan: Plan) -> tuple[Plan, float]:
-        """Return the plan as it will run, within the given one's epsilon, and the clip."""
+        """Return the plan as it will run, within the given one's epsilon, and the clip.
+
+        Where the plan is open, so is the clip: infinite.
+        """
 
     @abstractmethod
     def start(self, problem: Problem) -> Process:
@@ -120,13 +129,6 @@ class Method(ABC):
 
 def _name(value: Any) -> str:
     return getattr(value, "__name__", None) or repr(value)
-
-
-def check_positive(**values: float | None) -> None:
-    """Raise for settings that are not finite and above zero; None is left out."""
-    for name, value in values.items():
-        if value is not None and not (0 < value < float("inf")):
-            raise ValueError(f"{name}={value}: must be a finite number > 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,7 +168,7 @@ class Descent(Method):
 
     def settled(self, plan: Plan) -> tuple[Plan, float]:
         """Return the plan as it is, and the clip."""
-        return plan, self.clip
+        return plan, self.clip if plan.private else math.inf
 
     def build(self, parameters: list[Tensor]) -> torch.optim.Optimizer:
         """Return the optimizer."""
@@ -184,7 +186,7 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
 }
 _SCHEDULES: dict[str, Callable[[float], float]] = {
-    "cosine": lambda done: 0.5 * (1 + float(torch.cos(torch.tensor(done * torch.pi)))),
+    "cosine": lambda done: 0.5 * (1 + math.cos(done * math.pi)),
     "linear": lambda done: 1 - done,
 }
 
@@ -193,18 +195,12 @@ class DescentProcess(Process):
     """Hands gradients of a loss that is a mean over records to an optimizer."""
 
     def __init__(self, settings: Descent, problem: Problem, attached: Attached) -> None:
-        self.settings, self.problem, self.model = settings, problem, problem.model
-        self.attached = attached
-        self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        super().__init__(problem, attached)
+        self.settings = settings
         self.optimizer = settings.build(list(self.parameters.values()))
-        self.steps = 0
         self._averages: dict[str, Tensor] = {}
         self._averaged = 0
         self._start_schedule()
-
-    def contribute(self, x: Any, y: Tensor) -> Contributions:
-        """Return what the examples of a batch contribute."""
-        return self.attached(x, y)
 
     @abstractmethod
     def gradient(self, release: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

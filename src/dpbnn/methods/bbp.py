@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpbnn.contributions.attach import attach
 from dpbnn.contributions.base import Contributions
 from dpbnn.contributions.network import Draws
 from dpbnn.methods.base import Descent, DescentProcess, Problem
@@ -147,13 +146,10 @@ class BBPProcess(DescentProcess):
             terms = kl_gradient(problem.model, problem.prior, None if self.exact else draws)
             return {name: weight * value for name, value in terms.items()}
 
-        attached = attach(
-            problem.model,
-            problem.likelihood,
+        attached = problem.attach(
             space="parameters" if self.inside else "weights",
             draws=settings.draws,
             data_free=kl_term if self.inside else None,
-            microbatch_size=problem.microbatch_size,
         )
         super().__init__(settings, problem, attached)
         self._draws: Draws = []

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from dpbnn.contributions.attach import attach
-from dpbnn.methods.base import Descent, Problem, check_positive
+from dpbnn.methods.base import Descent, Problem
 from dpbnn.methods.sgd import SGDProcess
 from dpbnn.networks import SharedDropout
 from dpbnn.posteriors import DropoutPosterior, Posterior
+from dpbnn.privacy.langevin import check_positive
 
 
 def dropout_weight_decay(length_scale: float, precision: float, keep: float, n: int) -> float:
@@ -72,10 +72,7 @@ class MCDropout(Descent):
     def start(self, problem: Problem) -> MCDropoutProcess:
         """Return a process at its first step."""
         problem.model.train()
-        attached = attach(
-            problem.model, problem.likelihood, microbatch_size=problem.microbatch_size
-        )
-        return MCDropoutProcess(self, problem, attached)
+        return MCDropoutProcess(self, problem, problem.attach())
 
 
 class MCDropoutProcess(SGDProcess):

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import tempfile
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.attach import attach
-from dpbnn.contributions.base import Contributions
-from dpbnn.methods.base import Method, Problem, Process, check_positive
+from dpbnn.methods.base import Method, Problem, Process
 from dpbnn.posteriors import IteratePosterior, IterateWriter, Posterior
+from dpbnn.privacy.langevin import DRIFT, check_positive, sgld_noise_multiplier
 from dpbnn.privacy.plan import Plan, plan
 
 Rate = float | Callable[[int], float]
@@ -97,6 +97,9 @@ class Langevin(Method):
 
     def settled(self, given: Plan) -> tuple[Plan, float]:
         """Return the plan with the sigma of every step, within the given epsilon, and the clip."""
+        if not given.private:
+            runs = ((0.0, self.chains * given.steps),)
+            return dataclasses.replace(given, noise_multipliers=runs), math.inf
         common: dict[str, Any] = {
             "delta": given.delta, "n": given.n, "batch_size": given.batch_size,
             "steps": self.chains * given.steps, "sampling": given.sampling,
@@ -145,17 +148,18 @@ class SGLD(Langevin):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.convention not in ("half-step", "paper"):
+        if self.convention not in DRIFT:
             raise ValueError(f"convention={self.convention!r}: must be 'half-step' or 'paper'")
 
     @property
     def drift(self) -> float:
         """Share of the learning rate that moves along the gradient."""
-        return 0.5 if self.convention == "half-step" else 1.0
+        return DRIFT[self.convention]
 
     def unit(self, n: int, batch_size: float) -> float:
         """Return sigma * C * sqrt(eta) = (b/n) sqrt(2 tau / drift)."""
-        return batch_size / n * math.sqrt(2 * self.temperature / self.drift)
+        tau = self.temperature
+        return sgld_noise_multiplier(1.0, 1.0, n, batch_size, tau, self.convention)
 
     def start(self, problem: Problem) -> SGLDProcess:
         """Return a process at its first step."""
@@ -195,14 +199,10 @@ class LangevinProcess(Process):
     """State and updates that SGLD and SGHMC share: chains, stored iterates, injected noise."""
 
     def __init__(self, settings: Langevin, problem: Problem) -> None:
-        self.settings, self.problem, self.model = settings, problem, problem.model
-        self.attached = attach(
-            self.model, problem.likelihood, microbatch_size=problem.microbatch_size
-        )
-        self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        super().__init__(problem, problem.attach())
+        self.settings = settings
         self.first = {n: p.detach().clone() for n, p in self.parameters.items()}
         self.length = problem.steps // settings.chains
-        self.steps = 0
         stored = self.length // settings.thin
         self.kept = min(settings.keep, max(1, stored))
         self.writer: IterateWriter | None = None
@@ -217,10 +217,6 @@ class LangevinProcess(Process):
         if self.writer is not None:
             with contextlib.suppress(OSError):
                 self.writer.close()
-
-    def contribute(self, x: Any, y: Tensor) -> Contributions:
-        """Return what the examples of a batch contribute."""
-        return self.attached(x, y)
 
     @abstractmethod
     def move(self, name: str, drift: Tensor, eta: float, injected: Tensor | None) -> None:
@@ -247,7 +243,7 @@ class LangevinProcess(Process):
     def _open_writer(self) -> IterateWriter:
         """Return the writer."""
         if self.writer is None:
-            folder = self.settings.folder
+            folder = self.settings.folder or self.problem.folder
             if folder is None:
                 self._temporary = tempfile.TemporaryDirectory(prefix="dpbnn-")
                 folder = self._temporary.name
@@ -287,11 +283,14 @@ class LangevinProcess(Process):
         writer = self._open_writer()
         writer.close()
         posterior = IteratePosterior(self.model, self.problem.likelihood, writer.path, **record)
-        posterior.temporary = self._temporary  # type: ignore[attr-defined]
+        if self._temporary is not None:
+            weakref.finalize(posterior, self._temporary.cleanup)
         return posterior
 
     def state(self) -> dict[str, Tensor]:
-        """Return everything needed to go on from here, as tensors."""
+        """Return everything needed to go on from here, as tensors; iterates are on disk then."""
+        if self.writer is not None:
+            self.writer.flush()
         tensors = {f"model.{n}": v for n, v in self.model.state_dict().items()}
         tensors |= {f"first.{n}": v for n, v in self.first.items()}
         tensors["counts"] = torch.tensor([self.steps])

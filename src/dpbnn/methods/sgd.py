@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from dpbnn.contributions.attach import attach
 from dpbnn.methods.base import Descent, DescentProcess, Problem
 from dpbnn.posteriors import PointPosterior, Posterior
 
@@ -27,10 +26,7 @@ class SGD(Descent):
 
     def start(self, problem: Problem) -> SGDProcess:
         """Return a process at its first step."""
-        attached = attach(
-            problem.model, problem.likelihood, microbatch_size=problem.microbatch_size
-        )
-        return SGDProcess(self, problem, attached)
+        return SGDProcess(self, problem, problem.attach())
 
 
 class SGDProcess(DescentProcess):

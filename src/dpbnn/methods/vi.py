@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpbnn.contributions.attach import attach
 from dpbnn.likelihoods import Gaussian, Likelihood
 from dpbnn.methods.base import Descent, DescentProcess, Problem
 from dpbnn.methods.bbp import BBP, kl_gradient
@@ -108,13 +107,7 @@ class VIProcess(DescentProcess):
             problem = dataclasses.replace(problem, model=model)
             assert isinstance(likelihood, Gaussian)
             likelihood = ExpectedGaussian(likelihood)
-        attached = attach(
-            problem.model,
-            likelihood,
-            space="parameters",
-            draws=settings.draws,
-            microbatch_size=problem.microbatch_size,
-        )
+        attached = problem.attach(likelihood, space="parameters", draws=settings.draws)
         super().__init__(settings, problem, attached)
 
     def gradient(self, release: Mapping[str, Tensor]) -> dict[str, Tensor]:

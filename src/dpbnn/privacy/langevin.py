@@ -24,6 +24,8 @@ from dpbnn.privacy.plan import Plan, plan
 __all__ = [
     "DPSGD",
     "DPSGLD",
+    "DRIFT",
+    "check_positive",
     "gdp_mu",
     "gdp_noise_multiplier",
     "sgd_equivalent",
@@ -35,7 +37,8 @@ __all__ = [
     "sgld_plan",
 ]
 
-_DRIFT = {"half-step": 0.5, "paper": 1.0}
+DRIFT = {"half-step": 0.5, "paper": 1.0}
+"""Share of the learning rate that moves along the gradient, by convention."""
 _TEMPERATURE = {"half-step": 1.0, "paper": 0.5}
 
 
@@ -83,7 +86,7 @@ def sgld_noise_multiplier(
         1.27207
     """
     drift, tau = _convention(convention, temperature)
-    _positive(learning_rate=learning_rate, clip=clip, n=n, batch_size=batch_size)
+    check_positive(learning_rate=learning_rate, clip=clip, n=n, batch_size=batch_size)
     return batch_size / (n * clip) * math.sqrt(2 * tau / (drift * learning_rate))
 
 
@@ -96,7 +99,7 @@ def sgld_clip(
     convention: str = "half-step",
 ) -> float:
     """Return the clip at which an SGLD step has this noise multiplier."""
-    _positive(noise_multiplier=noise_multiplier)
+    check_positive(noise_multiplier=noise_multiplier)
     unit = sgld_noise_multiplier(learning_rate, 1.0, n, batch_size, temperature, convention)
     return unit / noise_multiplier
 
@@ -110,7 +113,7 @@ def sgld_learning_rate(
     convention: str = "half-step",
 ) -> float:
     """Return the learning rate at which an SGLD step has this noise multiplier."""
-    _positive(noise_multiplier=noise_multiplier)
+    check_positive(noise_multiplier=noise_multiplier)
     unit = sgld_noise_multiplier(1.0, clip, n, batch_size, temperature, convention)
     return (unit / noise_multiplier) ** 2
 
@@ -156,14 +159,14 @@ def sgld_equivalent(
         convention: "half-step" or "paper".
     """
     drift, tau = _convention(convention, temperature)
-    _positive(learning_rate=learning_rate, noise_multiplier=noise_multiplier, n=n)
+    check_positive(learning_rate=learning_rate, noise_multiplier=noise_multiplier, n=n)
     eta = learning_rate / (n * drift)
     if clip is None:
         clip = sgld_clip(noise_multiplier, eta, n, batch_size, tau, convention)
     elif temperature is not None:
         raise ValueError("clip and temperature: give one of the two, the other follows")
     else:
-        _positive(clip=clip, batch_size=batch_size)
+        check_positive(clip=clip, batch_size=batch_size)
         tau = (noise_multiplier * n * clip / batch_size) ** 2 * drift * eta / 2
     return DPSGLD(eta, clip, tau, convention, noise_multiplier)
 
@@ -173,13 +176,13 @@ def gdp_mu(noise_multiplier: float, rate: float, steps: int) -> float:
 
     **No guarantee**: epsilon from this mu can lie below the truth; see the "gdp-clt" accountant.
     """
-    _positive(noise_multiplier=noise_multiplier, rate=rate, steps=steps)
+    check_positive(noise_multiplier=noise_multiplier, rate=rate, steps=steps)
     return rate * math.sqrt(steps * math.expm1(noise_multiplier**-2))
 
 
 def gdp_noise_multiplier(mu: float, rate: float, steps: int) -> float:
     """Return the noise multiplier at which `gdp_mu` is mu."""
-    _positive(mu=mu, rate=rate, steps=steps)
+    check_positive(mu=mu, rate=rate, steps=steps)
     return 1 / math.sqrt(math.log1p(mu**2 / (rate**2 * steps)))
 
 
@@ -259,15 +262,16 @@ def sgld_plan(
 
 def _convention(convention: str, temperature: float | None) -> tuple[float, float]:
     """Return the drift per learning rate and the temperature."""
-    if convention not in _DRIFT:
+    if convention not in DRIFT:
         raise ValueError(f"convention={convention!r}: must be 'half-step' or 'paper'")
     if temperature is None:
         temperature = _TEMPERATURE[convention]
-    _positive(temperature=temperature)
-    return _DRIFT[convention], temperature
+    check_positive(temperature=temperature)
+    return DRIFT[convention], temperature
 
 
-def _positive(**values: float) -> None:
+def check_positive(**values: float | None) -> None:
+    """Raise for values that are not finite and above zero; None is left out."""
     for name, value in values.items():
-        if not (0 < value < math.inf):
+        if value is not None and not (0 < value < math.inf):
             raise ValueError(f"{name}={value}: must be a finite number > 0")

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ _MOST_STEPS = 10**8
 _CLOSE = 0.998  # a solved epsilon lies in [_CLOSE * target, target]
 
 
-class _Budget:
+class _Budget(ABC):
     """What `Plan` and `ComposedPlan` share: events, delta, relation and the numbers from them."""
 
     events: tuple[Event, ...]
@@ -46,9 +47,9 @@ class _Budget:
         """Return the plan as JSON; `from_json` gives it back."""
         return json.dumps(self.to_dict(), indent=2)
 
+    @abstractmethod
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +163,11 @@ class Plan(_Budget):
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Rebuild a plan from `to_json`; epsilon is computed anew, not read."""
-        values = json.loads(text)
+        return cls.from_dict(json.loads(text))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Plan:
+        """Rebuild a plan from `to_dict`; epsilon is computed anew, not read."""
         if values.get("schema") != 1:
             raise ValueError(
                 f"schema={values.get('schema')!r}: this version reads plans of schema 1"
@@ -241,7 +246,7 @@ class ComposedPlan(_Budget):
     def from_json(cls, text: str) -> ComposedPlan:
         """Rebuild a composed plan from `to_json`; epsilon is computed anew, not read."""
         values = json.loads(text)
-        parts = (Plan.from_json(json.dumps(part)) for part in values["parts"])
+        parts = (Plan.from_dict(part) for part in values["parts"])
         return compose(*parts, delta=values["delta"], accountant=values["accountant"])
 
     def __str__(self) -> str:

@@ -164,7 +164,12 @@ class PrivacyStatement:
     @classmethod
     def from_json(cls, text: str) -> PrivacyStatement:
         """Rebuild a statement from `to_json`."""
-        values = json.loads(text)
+        return cls.from_dict(json.loads(text))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> PrivacyStatement:
+        """Rebuild a statement from `to_dict`."""
+        values = dict(values)
         schema = values.pop("schema", None)
         if schema != SCHEMA:
             raise ValueError(f"schema={schema!r}: this version reads statements of schema {SCHEMA}")
