@@ -244,3 +244,36 @@ def test_wrong_arguments_are_refused(tmp_path):
     save_file({"a": torch.zeros(1)}, tmp_path / "plain")
     with pytest.raises(ValueError, match="IterateWriter"):
         IterateStore(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("refused", [False, True])
+def test_pages_written_past_the_cache_meet_their_edges(tmp_path, monkeypatch, dtype, refused):
+    """Parameters of many pages, none a whole number of them, on file systems that refuse too."""
+    generator = torch.Generator().manual_seed(0)
+    like = {"a": torch.zeros(97, 113), "b": torch.zeros(5), "c": torch.zeros(4099)}
+    iterates = [
+        {name: torch.randn(value.shape, generator=generator) for name, value in like.items()}
+        for _ in range(9)
+    ]
+    real, direct = os.pwrite, set()
+
+    def pwrite(file, data, offset):
+        if len(data) >= 4096 and offset % 4096 == 0:
+            direct.add(file)
+            if refused:
+                raise OSError(errno.EINVAL, "Invalid argument")
+        return real(file, data, offset)
+
+    with IterateWriter(tmp_path / "file", like, 5, dtype=dtype) as writer:
+        if writer._file.direct is None:
+            pytest.skip("this file system has no direct writes")
+        cached = writer._file.cached
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        for iterate in iterates:
+            writer.append(iterate)
+    assert direct
+    assert cached not in direct
+    store = IterateStore(tmp_path / "file")
+    for name, found in store.read(range(5)).items():
+        assert torch.equal(found, torch.stack([i[name] for i in iterates[-5:]]).to(dtype))
