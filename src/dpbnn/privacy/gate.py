@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -58,6 +58,10 @@ class Observer(Protocol):
 OBSERVER: contextvars.ContextVar[Observer | None] = contextvars.ContextVar("observer", default=None)
 
 
+Watcher = Callable[[Event, float, Tensor], None]
+"""Told of a release after it was made: its event, the clip, a copy of the clipped norms."""
+
+
 class Gate:
     """Clips per-example contributions, sums them, adds noise and records the release.
 
@@ -84,6 +88,8 @@ class Gate:
         label: what the releases are for, in the ledger and the statement.
         step: position of the first release in the sampler's sequence, when a run is resumed.
         charged: sigmas of the next releases where the ledger holds them already, likewise.
+        watchers: get the clipped norms of every release, for the data holder's eyes; what they
+            do comes after the release and reaches it in no way.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class Gate:
         label: str = "",
         step: int = 0,
         charged: Sequence[float] = (),
+        watchers: Sequence[Watcher] = (),
     ) -> None:
         self.clips = dict(clip) if isinstance(clip, Mapping) else {"": float(clip)}
         for group, value in self.clips.items():
@@ -112,6 +119,7 @@ class Gate:
         self.label = label
         self.step = step
         self._reserved = deque(charged)
+        self._watchers = tuple(watchers)
         check_relation(self._event(self.noise_multiplier, 1, step), self.ledger.relation)
 
     @property
@@ -169,13 +177,16 @@ class Gate:
         event = self._event(sigma, 1, self.step)
         self.step += 1
         observer = OBSERVER.get()
-        sums = self._clipped_sum(contributions, records, observer)
+        norms: list[Tensor] = []
+        sums = self._clipped_sum(contributions, records, observer, norms)
         if observer is not None:
             release = observer.release(self, event, sums)
         else:
             release = self._noised(sums, sigma)
         if mean and self.sampler is not None:
             release = {n: value / self.sampler.batch_size for n, value in release.items()}
+        for watcher in self._watchers:
+            watcher(event, self.clip, torch.cat(norms) if norms else torch.zeros(0))
         return release
 
     def statement(self, **details: Any) -> PrivacyStatement:
@@ -190,9 +201,13 @@ class Gate:
         return sums
 
     def _clipped_sum(
-        self, contributions: Clippable, records: Tensor | None, observer: Observer | None
+        self,
+        contributions: Clippable,
+        records: Tensor | None,
+        observer: Observer | None,
+        norms: list[Tensor],
     ) -> dict[str, Tensor]:
-        """Return sum_i c_i min(1, C/|c_i|), chunk by chunk."""
+        """Return sum_i c_i min(1, C/|c_i|), chunk by chunk; `norms` gets theirs if watched."""
         total: dict[str, Tensor] = {}
         factors = None
         if observer is not None:
@@ -204,6 +219,8 @@ class Gate:
                 part = factors[first : first + chunk.batch_size].to(chunk.device)
                 w = w * part if isinstance(w, Tensor) else {n: v * part for n, v in w.items()}
                 first += chunk.batch_size
+            if self._watchers:
+                norms.append(_clipped_norms(chunk, w))
             for name, value in chunk.weighted_sum(w).items():
                 total[name] = total[name].add_(value) if name in total else value
         if not total:
@@ -257,6 +274,14 @@ def _factor(norms: Tensor, clip: float) -> Tensor:
     """Return min(1, C/|c_i|), and 0 where the norm is not finite."""
     factor = torch.where(norms > clip, clip / norms, torch.ones_like(norms))
     return torch.where(norms.isfinite(), factor, torch.zeros_like(norms))
+
+
+def _clipped_norms(chunk: Clippable, w: Tensor | dict[str, Tensor]) -> Tensor:
+    """Return |w_i c_i|, a new tensor."""
+    if isinstance(w, Tensor):
+        return (w * chunk.norms()).nan_to_num_(0.0)
+    parts = [w[name].square() * square for name, square in chunk.squared_norms().items()]
+    return torch.stack(parts).sum(0).sqrt_().nan_to_num_(0.0)
 
 
 def _sigma(noise_multiplier: float, clip: float) -> float:
