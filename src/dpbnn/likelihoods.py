@@ -99,15 +99,34 @@ class HeteroscedasticGaussian:
         return RealPredictive(mean, log_variance.exp())
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """Points without targets: outputs are log w_j + log p_j(x), log p(x) = logsumexp of them."""
+
+    def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return log p(x_i), one number per example; the targets are not used."""
+        return outputs.logsumexp(-1)
+
+    def predictive(self, outputs: Tensor) -> Predictive:
+        """Return the predictive distribution of the components, of raw outputs [S, N, J]."""
+        from dpbnn.predictive import ClassPredictive
+
+        return ClassPredictive.from_logits(outputs)
+
+
 _NAMES: dict[str, Likelihood] = {
     "categorical": Categorical(),
     "gaussian": Gaussian(),
     "heteroscedastic": HeteroscedasticGaussian(),
+    "mixture": Mixture(),
 }
 
 
 def likelihood(name: str) -> Likelihood:
-    """Return the likelihood of that name: categorical, gaussian (std 1) or heteroscedastic."""
+    """Return the likelihood of that name: categorical, gaussian (std 1), heteroscedastic, mixture.
+
+    The last one is for points without targets.
+    """
     try:
         return _NAMES[name]
     except KeyError:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbnn.contributions.attach import Attached, attach
-from dpbnn.contributions.base import Contributions
+from dpbnn.contributions.base import Contributions, DenseContributions
 from dpbnn.likelihoods import Likelihood
 from dpbnn.priors import Prior
 from dpbnn.privacy.langevin import check_positive
@@ -97,20 +97,37 @@ class Process(ABC):
         """Go on from a `state`."""
 
 
+class OpenProcess(Process):
+    """A run of a method that visits raw records, without a gate; for open plans only."""
+
+    def contribute(self, x: Any, y: Tensor) -> Contributions:
+        """Return nothing of the records: what is not private has no release."""
+        return DenseContributions(torch.zeros(len(x), 1, device=x.device))
+
+    def update(self, release: Mapping[str, Tensor]) -> None:
+        """Do nothing; see `visit`."""
+
+    @abstractmethod
+    def visit(self, x: Tensor, y: Tensor, records: Tensor) -> None:
+        """Learn from raw records."""
+
+
 class Method(ABC):
     """Settings of a method."""
 
     name: ClassVar[str]
+    own_noise: ClassVar[bool] = False
+    """Whether the method itself learns a Gaussian likelihood's noise."""
 
     def prepared(self, model: nn.Module) -> nn.Module:
         """Return the network that is trained, such as one with Gaussian layers."""
         return model
 
     @abstractmethod
-    def settled(self, plan: Plan) -> tuple[Plan, float]:
+    def settled(self, plan: Plan) -> tuple[Plan, float | dict[str, float]]:
         """Return the plan as it will run, within the given one's epsilon, and the clip.
 
-        Where the plan is open, so is the clip: infinite.
+        Where the plan is open, so is the clip: infinite. A clip by block is that of `Gate`.
         """
 
     @abstractmethod

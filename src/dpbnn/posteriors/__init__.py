@@ -6,6 +6,8 @@ from dpbnn.posteriors.folder import load
 from dpbnn.posteriors.iterates import IteratePosterior
 from dpbnn.posteriors.low_rank import LowRankPosterior
 from dpbnn.posteriors.mean_field import MeanFieldPosterior
+from dpbnn.posteriors.mixture import MixturePosterior
+from dpbnn.posteriors.natural import NaturalPosterior
 from dpbnn.posteriors.point import PointPosterior
 from dpbnn.posteriors.storage import IterateStore, IterateWriter
 
@@ -16,6 +18,8 @@ __all__ = [
     "IterateWriter",
     "LowRankPosterior",
     "MeanFieldPosterior",
+    "MixturePosterior",
+    "NaturalPosterior",
     "PointPosterior",
     "Posterior",
     "load",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpbnn.mixtures import GaussianMixture
 from dpbnn.networks import (
     GaussianConv2d,
     GaussianLayer,
@@ -112,6 +113,7 @@ _ARGUMENTS: dict[type[nn.Module], Callable[[nn.Module], dict[str, Any]]] = {
     GaussianConv2d: _gaussian,
     SharedDropout: _attributes("p", "inplace"),
     LearnedNoise: lambda module: {"outputs": len(module.log_variance)},
+    GaussianMixture: _attributes("components", "dimensions", "noise_std"),
 }
 _KNOWN: dict[str, type[nn.Module]] = {
     kind.__name__: kind for kind in (*_CONTAINERS, *_LEAVES, *_ARGUMENTS)

@@ -1,0 +1,349 @@
+"""DP-EM: mixtures of Gaussians from clipped and noised expected sufficient statistics."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from dpbnn.contributions.base import Contributions, DenseContributions
+from dpbnn.methods.base import Method, Problem, Process
+from dpbnn.mixtures import GaussianMixture, whitened
+from dpbnn.moments import FactorContributions
+from dpbnn.moments.coordinates import packed, unpacked
+from dpbnn.posteriors import MixturePosterior, Posterior
+from dpbnn.priors import Flat, Gaussian
+from dpbnn.privacy.langevin import check_positive
+from dpbnn.privacy.plan import Plan
+
+__all__ = ["EM"]
+
+_CHUNK = 2**22  # numbers in a chunk of contributions
+_FEWEST = 1e-3  # smallest weight of a component, as a share of 1/J
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EM(Method):
+    """Expectation maximisation for a `GaussianMixture`; under a private plan it is DP-EM.
+
+    With the responsibilities r_j of a point x and z_j = L_j^-1 (x - a_j), the point contributes
+
+        (r_j, r_j z_j) for all components j, and r_j (z_j z_j^T - I) where covariances are learned.
+
+    The reference is the current component, a_j = m_j and L_j L_j^T = S_j, which is public, so
+    typical contributions are small; the sensitivity is the clip. Uncentred statistics have a_j = 0,
+    L_j = bound I and no I to subtract; then |r| <= 1 and |z| <= 1 give the global sensitivity
+    sqrt(2), or sqrt(3) with covariances, and nothing is clipped beyond the bound.
+
+    The M step sees sums N_j, N_j mean, N_j scatter times n/b, and nothing else:
+
+        P_j = I/std^2 + N_j S_j^-1,  m_j <- P_j^-1 (centre_j/std^2 + S_j^-1 sum_i r_ij x_i)
+        S_j <- (strength s^2 I + scatter about m_j) / (strength + N_j),  w_j <- N_j / sum N
+
+    which are maxima a posteriori under the prior of the means and an inverse-Wishart one of the
+    covariances. The posterior of a mean is N(m_j, P_j^-1), given the responsibilities; what the
+    noise adds to its uncertainty is not in it.
+
+    Attributes:
+        clip: C, of the whole contribution; None with uncentred statistics is their sensitivity.
+        bound: public radius; points beyond it are moved onto the sphere, and means stay inside.
+        centred: whether statistics are taken about the current components.
+        weights: whether weights are learned.
+        covariances: whether covariances within components are learned.
+        strength: pseudo-counts of the inverse-Wishart prior, which is centred on s^2 I.
+        variances: range in which eigenvalues of learned covariances are kept, as multiples of s^2.
+        least: smallest count of a component, as a share of what its weight was (and at least a
+            thousandth of n/J). Where noise or an empty component makes it smaller, the rest counts
+            as points that the component has already.
+        anneal: inverse temperature of the first responsibilities; it rises to 1 over the first
+            half of the steps. Below 1 it makes the result depend less on the start.
+        step: share of the way to the maximum that a step goes; below 1 for small batches.
+        average: whether the result is the mean over the second half of the steps.
+    """
+
+    clip: float | None = 2.0
+    bound: float | None = None
+    centred: bool = True
+    weights: bool = False
+    covariances: bool = False
+    strength: float = 1.0
+    variances: tuple[float, float] = (0.1, 100.0)
+    least: float = 0.5
+    anneal: float = 1.0
+    step: float = 1.0
+    average: bool = False
+
+    name = "em"
+
+    def __post_init__(self) -> None:
+        if self.clip is not None:
+            check_positive(clip=self.clip)
+        elif self.centred:
+            raise ValueError(
+                "clip=None: centred statistics have no sensitivity of their own; give a clip, or "
+                "centred=False and a bound"
+            )
+        if self.bound is not None:
+            check_positive(bound=self.bound)
+        elif not self.centred:
+            raise ValueError("bound=None: uncentred statistics need a public bound on |x|")
+        check_positive(strength=self.strength)
+        for field in ("least", "anneal", "step"):
+            if not 0 < getattr(self, field) <= 1:
+                raise ValueError(f"{field}={getattr(self, field)}: must lie in (0, 1]")
+        low, high = self.variances
+        if not 0 < low <= 1 <= high < math.inf:
+            raise ValueError(f"variances={self.variances}: must be (low, high), low <= 1 <= high")
+
+    @classmethod
+    def paper(cls, bound: float, **changes: Any) -> Self:
+        """Return DP-EM (Park et al. 2017): uncentred statistics, weights and covariances learned.
+
+        The sensitivity is the global one. The authors' code scales the data by its own maximum and
+        divides the sensitivity by the number of points that a component has, both of which depend
+        on the data.
+        """
+        return cls(
+            **{
+                "bound": bound, "clip": None, "centred": False,
+                "weights": True, "covariances": True, **changes,
+            }
+        )  # fmt: skip
+
+    def settled(self, plan: Plan) -> tuple[Plan, float]:
+        """Return the plan as it is, and the clip."""
+        if not plan.private:
+            return plan, math.inf
+        return plan, math.sqrt(2 + self.covariances) if self.clip is None else self.clip
+
+    def start(self, problem: Problem) -> EMProcess:
+        """Return a process at its first step."""
+        if not isinstance(problem.model, GaussianMixture):
+            raise ValueError(
+                f"method=EM: needs a dpbnn.GaussianMixture, the model is a "
+                f"{type(problem.model).__name__}"
+            )
+        if not isinstance(problem.prior, Gaussian | Flat):
+            raise ValueError(f"prior={problem.prior}: must be dpbnn.Gaussian or dpbnn.Flat for EM")
+        return EMProcess(self, problem)
+
+
+class StatisticContributions(FactorContributions):
+    """Expected sufficient statistics of a batch, computed chunk by chunk.
+
+    Args:
+        statistics: gives those of some points, by released name.
+        shapes: of the statistics of one point, by released name.
+        x: points.
+        chunk: most points at once; as many as fit in a small memory by default.
+    """
+
+    def __init__(
+        self,
+        statistics: Callable[[Tensor], dict[str, Tensor]],
+        shapes: Mapping[str, torch.Size],
+        x: Tensor,
+        chunk: int | None = None,
+    ) -> None:
+        self.statistics, self.shapes, self.x = statistics, shapes, x
+        self.batch_size, self.device = len(x), x.device
+        numbers = sum(shape.numel() for shape in shapes.values())
+        self.chunk = chunk or max(1, _CHUNK // numbers)
+
+    def chunks(self) -> Iterator[Contributions]:
+        """Yield dense contributions of as many points as fit."""
+        for x in self.x.split(self.chunk) if self.batch_size else ():
+            yield DenseContributions(self.statistics(x))
+
+
+class EMProcess(Process):
+    """State and updates of `EM`."""
+
+    model: GaussianMixture
+
+    def __init__(self, settings: EM, problem: Problem) -> None:
+        self.problem, self.settings, self.model = problem, settings, problem.model
+        self.parameters = dict(self.model.named_parameters())
+        self.steps = self.averaged = 0
+        self.counts = problem.n * self.model.weights
+        self.averages: dict[str, Tensor] = {}
+
+    def contribute(self, x: Tensor, y: Tensor) -> StatisticContributions:
+        """Return every point's expected sufficient statistics; `y` is not used."""
+        model = self.model
+        shapes = {"count": model.means.shape[:1], "mean": model.means.shape}
+        if self.settings.covariances:
+            numbers = model.dimensions * (model.dimensions + 1) // 2
+            shapes["scatter"] = torch.Size([model.components, numbers])
+        return StatisticContributions(self.statistics, shapes, x, self.problem.microbatch_size)
+
+    def statistics(self, x: Tensor) -> dict[str, Tensor]:
+        """Return (r, r z, r (z z^T - I)) of every point, by released name."""
+        with torch.no_grad():
+            x = self._bounded(x.to(self.model.means))
+            r = (self._inverse_temperature() * self.model(x)).softmax(-1)
+            z = whitened(x, *self._reference())
+            values = {"count": r, "mean": r.unsqueeze(-1) * z}
+            if self.settings.covariances:
+                outer = z.unsqueeze(-1) * z.unsqueeze(-2) - self._subtracted()
+                values["scatter"] = r.unsqueeze(-1) * packed(outer)
+        return values
+
+    def update(self, release: Mapping[str, Tensor]) -> None:
+        """Take the M step."""
+        model, settings = self.model, self.settings
+        with torch.no_grad():
+            scale = self.problem.n / self.problem.batch_size
+            sums = {name: scale * value.to(model.means) for name, value in release.items()}
+            least = (settings.least * model.weights).clamp(min=_FEWEST / model.components)
+            counts = torch.maximum(sums["count"], self.problem.n * least).clamp(max=self.problem.n)
+            missing = counts - sums["count"]
+            origin, root = self._reference()
+            here = _solved(root, model.means - origin)
+            first = sums["mean"] + missing.unsqueeze(-1) * here
+            precision = self._precision(counts)
+            means = self._mode(precision, counts, origin, root, first)
+            found = {"means": means, "counts": counts, "weights": model.weights}
+            found["covariances"] = model.covariances
+            if settings.weights:
+                found["weights"] = counts / counts.sum()
+            if settings.covariances:
+                second = unpacked(sums["scatter"], model.dimensions)
+                second = second + sums["count"][:, None, None] * self._subtracted()
+                half = torch.linalg.solve_triangular(root, model.covariances, upper=False)
+                inside = torch.linalg.solve_triangular(root, half.mT, upper=False)
+                stay = here.unsqueeze(-1) * here.unsqueeze(-2) + inside
+                second = second + missing[:, None, None] * stay
+                away = _solved(root, means - origin)
+                found["covariances"] = self._covariances(root, counts, first, second, away)
+            self._move(found)
+        self.steps += 1
+        self._average()
+
+    def posterior(self, **record: Any) -> Posterior:
+        """Return the mixture with Gaussian means."""
+        model = copy.deepcopy(self.model)
+        values = {**self._values(), **self.averages}
+        with torch.no_grad():
+            model.offsets.copy_(values["means"] - model.centres)
+            model.log_weights.copy_(values["weights"].log())
+            model.covariances.copy_(values["covariances"])
+        precision = self._precision(values["counts"], values["covariances"])
+        spread = {"covariance": torch.cholesky_inverse(torch.linalg.cholesky(precision))}
+        return MixturePosterior(model, self.problem.likelihood, spread, **record)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return everything needed to go on from here, as tensors."""
+        tensors = {**self._values(), **{f"average.{n}": v for n, v in self.averages.items()}}
+        tensors["steps"] = torch.tensor([self.steps, self.averaged])
+        return {name: value.detach().clone().contiguous() for name, value in tensors.items()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a `state`."""
+        self._set({name: state[name] for name in ("means", "weights", "covariances", "counts")})
+        prefix = "average."
+        self.averages = {
+            name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)
+        }
+        self.steps, self.averaged = (int(v) for v in state["steps"])
+
+    def _bounded(self, x: Tensor) -> Tensor:
+        bound = self.settings.bound
+        if bound is None:
+            return x
+        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * (bound / norms).clamp(max=1)
+
+    def _inverse_temperature(self) -> float:
+        done = min(1.0, 2 * self.steps / max(1, self.problem.steps))
+        return self.settings.anneal ** (1 - done)
+
+    def _reference(self) -> tuple[Tensor, Tensor]:
+        """Return a_j and L_j."""
+        if self.settings.centred:
+            return self.model.means, torch.linalg.cholesky(self.model.covariances)
+        eye = torch.eye(self.model.dimensions).to(self.model.means)
+        return torch.zeros_like(self.model.means), self.settings.bound * eye.expand_as(
+            self.model.covariances
+        )
+
+    def _subtracted(self) -> Tensor:
+        eye = torch.eye(self.model.dimensions).to(self.model.means)
+        return eye if self.settings.centred else torch.zeros_like(eye)
+
+    def _precision(self, counts: Tensor, covariances: Tensor | None = None) -> Tensor:
+        """Return P_j = I/std^2 + N_j S_j^-1."""
+        covariances = self.model.covariances if covariances is None else covariances
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(covariances))
+        eye = torch.eye(self.model.dimensions).to(inverse)
+        return self._prior_precision() * eye + counts[:, None, None] * inverse
+
+    def _prior_precision(self) -> float:
+        prior = self.problem.prior
+        return prior.std**-2 if isinstance(prior, Gaussian) else 0.0
+
+    def _mode(
+        self, precision: Tensor, counts: Tensor, origin: Tensor, root: Tensor, first: Tensor
+    ) -> Tensor:
+        """Return P_j^-1 (centre_j/std^2 + S_j^-1 sum_i r_ij x_i), inside the bound."""
+        sums = counts.unsqueeze(-1) * origin + (root @ first.unsqueeze(-1)).squeeze(-1)
+        inner = torch.linalg.cholesky(self.model.covariances)
+        natural = torch.cholesky_solve(sums.unsqueeze(-1), inner)
+        if isinstance(self.problem.prior, Gaussian):
+            centres = self.model.centres + self.problem.prior.mean
+            natural = natural + self._prior_precision() * centres.unsqueeze(-1)
+        solved = torch.cholesky_solve(natural, torch.linalg.cholesky(precision))
+        return self._bounded(solved.squeeze(-1))
+
+    def _covariances(
+        self, root: Tensor, counts: Tensor, first: Tensor, second: Tensor, away: Tensor
+    ) -> Tensor:
+        """Return (strength s^2 I + scatter about the new means) / (strength + N), kept in range."""
+        crossed = first.unsqueeze(-1) * away.unsqueeze(-2)
+        moved = counts[:, None, None] * away.unsqueeze(-1) * away.unsqueeze(-2)
+        scatter = root @ (second - crossed - crossed.mT + moved) @ root.mT
+        noise, strength = self.model.noise_std**2, self.settings.strength
+        eye = torch.eye(self.model.dimensions).to(scatter)
+        mode = (strength * noise * eye + scatter) / (strength + counts)[:, None, None]
+        values, axes = torch.linalg.eigh(mode)
+        low, high = self.settings.variances
+        kept = values.clamp(low * noise, high * noise)
+        return (axes * kept.unsqueeze(-2)) @ axes.mT
+
+    def _move(self, found: Mapping[str, Tensor]) -> None:
+        step = self.settings.step
+        now = self._values()
+        self._set({name: torch.lerp(now[name], value, step) for name, value in found.items()})
+
+    def _values(self) -> dict[str, Tensor]:
+        model = self.model
+        return {
+            "means": model.means.detach(),
+            "weights": model.weights,
+            "covariances": model.covariances,
+            "counts": self.counts,
+        }
+
+    def _set(self, values: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            self.model.offsets.copy_(values["means"] - self.model.centres)
+            self.model.log_weights.copy_(values["weights"].log())
+            self.model.covariances.copy_(values["covariances"])
+            self.counts = values["counts"].to(self.model.means)
+
+    def _average(self) -> None:
+        if not self.settings.average or 2 * self.steps <= self.problem.steps:
+            return
+        self.averaged += 1
+        for name, value in self._values().items():
+            before = self.averages.get(name, value)
+            self.averages[name] = torch.lerp(before, value, 1 / self.averaged)
+
+
+def _solved(root: Tensor, vectors: Tensor) -> Tensor:
+    return torch.linalg.solve_triangular(root, vectors.unsqueeze(-1), upper=False).squeeze(-1)

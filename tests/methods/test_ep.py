@@ -1,0 +1,133 @@
+"""ADF, EP and the SEP of Li et al.: references that are not private."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import integrate, stats
+
+import dpbnn
+from dpbnn.likelihoods import Gaussian as GaussianNoise
+from dpbnn.moments.sequential import Gamma, PriorSites
+
+METHODS = {
+    "adf": dpbnn.ADF(),
+    "ep": dpbnn.EP(),
+    "sep": dpbnn.SEP.original(),
+}
+N = 300
+
+
+def regression(noise=0.2):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, 2, generator=generator)
+    return x, x.sum(1).abs() + noise * torch.randn(N, generator=generator)
+
+
+def fitted(method, noise=None, passes=12, data=None, **options):
+    plan = dpbnn.open_plan(n=N, sampling="full-batch", steps=passes)
+    data = regression() if data is None else data
+    return dpbnn.fit(
+        lambda: dpbnn.mlp(2, (15,), 1), data, GaussianNoise(noise), None, method, plan, **options
+    )
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_they_learn_a_function_its_noise_and_say_that_they_are_not_private(name):
+    x, y = regression()
+    posterior = fitted(METHODS[name])
+    predictive = posterior.predict(x)
+    assert float((predictive.mean - y).square().mean().sqrt()) < 0.35
+    assert 0.12 < posterior.likelihood.noise_std < 0.45
+    assert float(predictive.log_prob(y).mean()) > -0.5
+    assert "NOT PRIVATE" in str(posterior.privacy)
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_a_private_plan_is_refused(name):
+    plan = dpbnn.plan(noise_multiplier=5.0, delta=1e-3, n=N, sampling="full-batch", steps=2)
+    ledger = dpbnn.Ledger()
+    with pytest.raises(ValueError, match=r"not private.*dpbnn\.SEP"):
+        dpbnn.fit(
+            dpbnn.mlp(2, (5,), 1), regression(), "gaussian", None, METHODS[name], plan,
+            ledger=ledger,
+        )  # fmt: skip
+    assert ledger.releases == 0
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_the_order_follows_the_seed_and_a_state_goes_on(name):
+    from dpbnn.methods.base import Problem
+
+    torch.manual_seed(0)
+    model = dpbnn.mlp(2, (4,), 1)
+    x, y = regression()
+    problem = Problem(model, GaussianNoise(None), dpbnn.Gaussian(1.0), N, N, 4, False)
+    records = torch.arange(40)
+
+    def visit(process, passes, seed):
+        torch.manual_seed(seed)
+        for _ in range(passes):
+            process.visit(x[:40], y[:40], records)
+
+    whole, other = (METHODS[name].start(problem) for _ in range(2))
+    visit(whole, 1, 1)
+    other.restore(whole.state())
+    for process in (whole, other):
+        visit(process, 2, 2)
+    for key, value in whole.state().items():
+        assert torch.equal(other.state()[key], value), key
+
+
+def test_the_noises_gamma_matches_the_moments_of_the_tilted_distribution():
+    """E[t] and E[t^2] of Gamma(t; a, b) N(r; 0, v + 1/t) by quadrature.
+
+    The update is that of PBP: the Gaussian in the tilted density has variance v + b/(a - 1)
+    within each normaliser, so the moments agree with quadrature for v = 0 up to the difference
+    between a Student density and that Gaussian; b and a move in the direction of the exact ones.
+    """
+    prior = Gamma(30.0, 20.0)
+    for residual in (0.1, 1.0, 2.0):
+        new = prior.tilted(residual**2, 0.05)
+
+        def tilted(t, r=residual):
+            return stats.gamma.pdf(t, prior.a, scale=1 / prior.b) * stats.norm.pdf(
+                r, 0, np.sqrt(0.05 + 1 / t)
+            )
+
+        z, first = (integrate.quad(lambda t, k=k: t**k * tilted(t), 0, 10)[0] for k in (0, 1))
+        assert new.a / new.b == pytest.approx(first / z, rel=0.01)
+
+
+def test_the_prior_sweep_learns_the_scale_of_the_weights():
+    """500 weights known to be N(0, 0.3^2): the Gamma's 1/precision goes from 1 to about 0.09."""
+    generator = np.random.default_rng(0)
+    weights = 0.3 * generator.standard_normal(500)
+    sites = PriorSites(500, Gamma(6.0, 5.0))
+    assert sites.gamma.variance == 1.0
+    precision = np.full(500, 1e6)
+    first, second = weights * precision, precision + 1.0
+    for _ in range(3):
+        sites.sweep(first, second)
+    assert sites.gamma.variance == pytest.approx(0.09, rel=0.3)
+    assert np.isfinite(first).all()
+    assert (second > 0).all()
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize("case", ["constant", "huge"])
+def test_bad_data_leaves_a_finite_posterior(name, case):
+    x, y = regression()
+    x, y = (torch.ones_like(x), torch.ones_like(y)) if case == "constant" else (1e6 * x, 1e6 * y)
+    posterior = fitted(METHODS[name], data=(x, y), passes=2)
+    predictive = posterior.predict(x)
+    assert predictive.mean.isfinite().all()
+    assert (predictive.variance > 0).all()
+
+
+def test_networks_with_several_outputs_are_refused():
+    plan = dpbnn.open_plan(n=N, sampling="full-batch", steps=1)
+    x, y = regression()
+    with pytest.raises(ValueError, match="2 outputs"):
+        dpbnn.fit(
+            dpbnn.mlp(2, (4,), 2), (x, torch.stack([y, y], 1)), "gaussian", None, dpbnn.ADF(), plan
+        )
