@@ -13,7 +13,6 @@ is how the settings below were chosen, in 22 runs, which are not part of epsilon
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import math
 import os
@@ -22,7 +21,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,16 +30,9 @@ N, BATCH, EPOCHS, DELTA = 60_000, 256, 15, 1e-5
 
 
 def mnist(folder: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    def read(name: str, header: int) -> np.ndarray:
-        with gzip.open(folder / "mnist" / name) as file:
-            return np.frombuffer(file.read(), np.uint8, offset=header)
-
-    parts = []
-    for split in ("train", "t10k"):
-        images = read(f"{split}-images-idx3-ubyte.gz", 16).reshape(-1, 1, 28, 28)
-        scaled = (torch.from_numpy(images.copy()).float() / 255 - 0.1307) / 0.3081
-        parts += [scaled, torch.from_numpy(read(f"{split}-labels-idx1-ubyte.gz", 8).copy()).long()]
-    return tuple(parts)  # type: ignore[return-value]
+    data = dpbnn.data.load("mnist", folder)
+    x, x_test = ((torch.from_numpy(x) - 0.1307) / 0.3081 for x in (data.x_train, data.x_test))
+    return x, torch.from_numpy(data.y_train), x_test, torch.from_numpy(data.y_test)
 
 
 def mlp() -> nn.Module:

@@ -1,0 +1,35 @@
+"""Tables in: reading them, encoding them by a public schema, the papers' datasets by name."""
+
+from dpbnn.data.column import Column
+from dpbnn.data.datasets import DATASETS, Dataset, load, load_table
+from dpbnn.data.files import read_table
+from dpbnn.data.schema import Schema
+from dpbnn.data.statistics import (
+    Histograms,
+    private_bounds,
+    private_counts,
+    private_quantiles,
+    share,
+    signed_log_grid,
+)
+from dpbnn.data.table import Table, TableError, TableWarning, as_table
+
+__all__ = [
+    "DATASETS",
+    "Column",
+    "Dataset",
+    "Histograms",
+    "Schema",
+    "Table",
+    "TableError",
+    "TableWarning",
+    "as_table",
+    "load",
+    "load_table",
+    "private_bounds",
+    "private_counts",
+    "private_quantiles",
+    "read_table",
+    "share",
+    "signed_log_grid",
+]

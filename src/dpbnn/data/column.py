@@ -1,0 +1,277 @@
+"""Columns: what is publicly known of one, and the encoding that follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from dpbnn.data.table import MISSING, TableError, cell, codes, numbers, shown
+
+__all__ = ["Column", "Fault"]
+
+_RULES = {
+    "numeric": ("refuse", "middle", "indicator"),
+    "categorical": ("refuse", "zeros", "category"),
+}
+_NO_TARGET = "fill it in, or delete the row: training and evaluation need every target"
+Fault = tuple[np.ndarray, Callable[[Any], str]]
+"""Which rows are bad, and what is wrong with a value among them and how to mend it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One column: its public bounds or categories, and a public rule for missing values.
+
+    A number x is clipped to the bounds (l, h) and scaled, with f = log1p if `log` and f(x) = x
+    otherwise, to
+
+        2 (f(clip(x, l, h)) - f(l)) / (f(h) - f(l)) - 1  in [-1, 1];
+
+    a category becomes one column of zeros and ones each. Nothing here is learned from data.
+
+    Attributes:
+        name: the column's name in the table.
+        kind: "numeric" or "categorical"; follows from bounds or categories if left out.
+        bounds: (lowest, highest) value of a numeric column, from public knowledge.
+        categories: all values of a categorical column, from public knowledge.
+        missing: "refuse"; for numbers "middle" (of the bounds) or "indicator" (the middle, and a
+            column that is 1 where the value is missing); for categories "zeros" (no category) or
+            "category" (a column of its own).
+        other: whether values that are no declared category go to a column "other".
+        log: scale log(1 + x) instead of x, for skewed columns that are never negative.
+        cuts: for a target only: numbers at which a numeric column is cut into classes; a value
+            belongs to the first class whose cut it does not exceed.
+    """
+
+    name: str
+    kind: str = ""
+    bounds: tuple[float, float] | None = None
+    categories: tuple[str, ...] | None = None
+    missing: str = "refuse"
+    other: bool = False
+    log: bool = False
+    cuts: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self._need(isinstance(self.name, str) and self.name, "has no name; give one")
+        for field in ("bounds", "categories", "cuts", "missing", "kind"):
+            self._need(
+                "TODO" not in _flat(getattr(self, field)),
+                f"{field} is still TODO; fill in what is publicly known, or delete the column",
+            )
+        for field in ("other", "log"):
+            value = getattr(self, field)
+            self._need(isinstance(value, bool), f"{field}={value!r}: must be true or false")
+        if not self.kind:
+            self._need(
+                self.bounds is not None or self.categories is not None,
+                "has neither bounds nor categories; give bounds = [lowest, highest] or "
+                "categories = [...], from public knowledge",
+            )
+            kind = "numeric" if self.categories is None else "categorical"
+            object.__setattr__(self, "kind", kind)
+        self._need(self.kind in _RULES, f"kind={self.kind!r}: must be 'numeric' or 'categorical'")
+        self._need(
+            self.missing in _RULES[self.kind],
+            f"missing={self.missing!r}: must be one of {', '.join(map(repr, _RULES[self.kind]))} "
+            f"for a {self.kind} column",
+        )
+        if self.kind == "numeric":
+            self._check_numeric()
+        else:
+            self._check_categorical()
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of the encoded columns."""
+        if self.kind == "numeric":
+            extra = (f"{self.name} missing",) if self.missing == "indicator" else ()
+            return (self.name, *extra)
+        own = [f"{self.name}={category}" for category in self.categories or ()]
+        if self.other:
+            own.append(f"{self.name}=other")
+        if self.missing == "category":
+            own.append(f"{self.name}=missing")
+        return tuple(own)
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """(middle, half width) of the bounds, after the logarithm if there is one."""
+        assert self.bounds is not None
+        low, high = (math.log1p(b) if self.log else b for b in self.bounds)
+        return low / 2 + high / 2, high / 2 - low / 2
+
+    def encode(
+        self, raw: np.ndarray, missing: frozenset[str] = MISSING
+    ) -> tuple[np.ndarray, list[Fault]]:
+        """Return the encoded columns [rows, features] and what is wrong with which rows."""
+        if self.kind == "numeric":
+            return self._encode_numbers(raw, missing)
+        code = self._codes(raw, missing)
+        width = len(self.features)
+        declared = len(self.categories or ())
+        cure = "add it to the schema's categories, declare other = true, or correct it"
+        faults = [] if self.other else self._unknown(code, cure)
+        if self.missing == "refuse":
+            faults += self._missing(code == -1)
+        position = np.where(code == -2, declared if self.other else -1, code)
+        if self.missing == "category":
+            position = np.where(code == -1, width - 1, position)
+        block = np.zeros((len(raw), width), dtype=np.float32)
+        rows = np.flatnonzero(position >= 0)
+        block[rows, position[rows]] = 1.0
+        return block, faults
+
+    def classes(
+        self, raw: np.ndarray, missing: frozenset[str] = MISSING
+    ) -> tuple[np.ndarray, list[Fault]]:
+        """Return class numbers (int64) and what is wrong with which rows."""
+        if self.cuts is not None:
+            values, faults = self._numbers(raw, missing)
+            code = np.where(np.isnan(values), -1, np.searchsorted(self.cuts, values))
+        else:
+            code = self._codes(raw, missing)
+            faults = self._unknown(code, "add it to the schema's classes or correct it")
+        return np.maximum(code, 0), [*faults, *_absent(code == -1, _NO_TARGET)]
+
+    def targets(
+        self, raw: np.ndarray, missing: frozenset[str] = MISSING
+    ) -> tuple[np.ndarray, list[Fault]]:
+        """Return scaled targets and what is wrong with which rows."""
+        values, faults = self.scaled(raw, missing)
+        return np.nan_to_num(values), [*faults, *_absent(np.isnan(values), _NO_TARGET)]
+
+    def scaled(
+        self, raw: np.ndarray, missing: frozenset[str] = MISSING
+    ) -> tuple[np.ndarray, list[Fault]]:
+        """Return numbers clipped to the bounds and scaled to [-1, 1], NaN where missing."""
+        values, faults = self._numbers(raw, missing)
+        assert self.bounds is not None
+        values = np.clip(values, *self.bounds)
+        middle, half = self.scale
+        values = (np.log1p(values) if self.log else values) - middle
+        return np.clip(values / half, -1.0, 1.0), faults
+
+    def _encode_numbers(
+        self, raw: np.ndarray, missing: frozenset[str]
+    ) -> tuple[np.ndarray, list[Fault]]:
+        values, faults = self.scaled(raw, missing)
+        absent = np.isnan(values)
+        if self.missing == "refuse":
+            unread = faults[0][0] if faults else np.zeros(len(raw), bool)
+            faults = [*faults, *self._missing(absent & ~unread)]
+        values[absent] = 0.0
+        columns = [values, absent] if self.missing == "indicator" else [values]
+        return np.stack(columns, axis=1).astype(np.float32), faults
+
+    def _numbers(self, raw: np.ndarray, missing: frozenset[str]) -> tuple[np.ndarray, list[Fault]]:
+        values, unread = numbers(raw, missing)
+        infinite = np.isinf(values)
+        if unread is None and not infinite.any():
+            return values, []
+        bad = infinite if unread is None else infinite | unread
+        return np.where(bad, np.nan, values), [(bad, self._no_number)]
+
+    def _no_number(self, value: Any) -> str:
+        text = str(value)
+        if text.lower().lstrip("+-") in ("inf", "infinity") or _overflows(text):
+            return f"{text} is infinite; write a number, or leave it empty if it is missing"
+        if "," in text and _overflows(text.replace(",", ".", 1)) is False:
+            return f"{text!r} has a comma; read the table with decimal=',', or take the comma out"
+        return (
+            f"{text!r} is not a number; correct it, or declare the column with categories in the "
+            f"schema"
+        )
+
+    def _codes(self, raw: np.ndarray, missing: frozenset[str]) -> np.ndarray:
+        return codes(raw, {c: i for i, c in enumerate(self.categories or ())}, missing)
+
+    def _unknown(self, code: np.ndarray, cure: str) -> list[Fault]:
+        bad = code == -2
+        known = shown(self.categories or (), 6)
+        return [(bad, lambda v: f"{v!r} is none of {known}; {cure}")] if bad.any() else []
+
+    def _missing(self, absent: np.ndarray) -> list[Fault]:
+        rules = " or ".join(f"missing = {rule!r}" for rule in _RULES[self.kind][1:])
+        return _absent(absent, f"fill it in, or declare {rules} in the schema")
+
+    def _check_numeric(self) -> None:
+        for field in ("categories", "other"):
+            self._need(not getattr(self, field), f"{field} goes with a categorical column only")
+        if self.cuts is not None:
+            return
+        self._need(
+            self.bounds is not None,
+            "has no bounds; give bounds = [lowest, highest], from public knowledge",
+        )
+        try:
+            low, high = (float(b) for b in self.bounds or ())
+        except (TypeError, ValueError):
+            self._need(False, f"bounds={self.bounds!r}: must be two numbers [lowest, highest]")
+        given = f"bounds = [{low:g}, {high:g}]"
+        self._need(math.isfinite(high - low), f"{given}: must be finite; give the public range")
+        self._need(low <= high, f"{given}: are reversed; write [{high:g}, {low:g}]")
+        self._need(low < high, f"{given}: leave no room; delete the column or widen them")
+        self._need(not self.log or low >= 0, f"{given}: log = true needs bounds that are >= 0")
+        object.__setattr__(self, "bounds", (low, high))
+
+    def _check_categorical(self) -> None:
+        for field in ("bounds", "log", "cuts"):
+            self._need(not getattr(self, field), f"{field} goes with a numeric column only")
+        given = self.categories
+        self._need(
+            isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0,
+            "has no categories; give categories = [...], from public knowledge",
+        )
+        object.__setattr__(self, "categories", labels(self.name, given or ()))
+        for rule, taken in (("other", self.other), ("missing", self.missing == "category")):
+            self._need(
+                not (taken and rule in (self.categories or ())),
+                f"category {rule!r} has the name of the column that the rule adds; rename it",
+            )
+
+    def _need(self, condition: Any, problem: str) -> None:
+        if not condition:
+            raise TableError(f"schema, column {self.name!r}: {problem}")
+
+
+def _absent(absent: np.ndarray, cure: str) -> list[Fault]:
+    return [(absent, lambda _: f"a value is missing; {cure}")] if absent.any() else []
+
+
+def labels(name: str, given: Sequence[Any]) -> tuple[str, ...]:
+    """Return declared categories as text, each there once."""
+    try:
+        texts = [cell(category) or "" for category in given]
+    except TypeError as error:
+        raise TableError(
+            f"schema, column {name!r}: categories hold {error}; give text or numbers"
+        ) from None
+    for text, count in Counter(texts).items():
+        if not text:
+            raise TableError(
+                f"schema, column {name!r}: a category is empty; delete it and state a rule for "
+                f"missing values, such as missing = 'category'"
+            )
+        if count > 1:
+            raise TableError(
+                f"schema, column {name!r}: category {text!r} is there twice; delete one of the two"
+            )
+    return tuple(texts)
+
+
+def _overflows(text: str) -> bool | None:
+    """Return whether a text is a number beyond all bounds; None where it is no number."""
+    try:
+        return math.isinf(float(text))
+    except ValueError:
+        return None
+
+
+def _flat(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)

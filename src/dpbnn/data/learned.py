@@ -1,0 +1,52 @@
+"""Bounds and categories read from the data: NOT PRIVATE, for training without privacy only."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from dpbnn.data.column import Column
+from dpbnn.data.table import Table, TableError, cell
+
+__all__ = ["distinct", "learned_column"]
+
+
+def learned_column(table: Table, name: str) -> Column:
+    """Return a column with the bounds or categories that the data shows."""
+    values = table[name]
+    if values.dtype == object:
+        absent = any(value is None for value in values)
+        rule = "category" if absent else "zeros"
+        return Column(
+            name, "categorical", categories=distinct(table, name), missing=rule, other=True
+        )
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    if not low < high:
+        width = max(1.0, abs(low)) / 2
+        low, high = low - width, high + width
+    rule = "indicator" if np.isnan(values).any() else "middle"
+    return Column(name, "numeric", bounds=(low, high), missing=rule)
+
+
+def distinct(table: Table, name: str) -> tuple[str, ...]:
+    """Return the values of a column as text, numbers in their order."""
+    raw = table.raw(name)
+    if raw.dtype.kind in "biuf":
+        found = {cell(value) for value in np.unique(raw).tolist()}
+    else:
+        found = {value for value in raw.tolist() if value not in table.missing}
+    texts = sorted((text for text in found if text is not None), key=_order)
+    if not texts:
+        raise TableError(
+            f"{table.source}: column {name!r} has no value in any row; drop it from the table"
+        )
+    return tuple(texts)
+
+
+def _order(text: str) -> tuple[float, str]:
+    try:
+        return float(text), text
+    except ValueError:
+        return math.inf, text

@@ -1,0 +1,462 @@
+"""Schemas: the public description of a table, from which alone its encoding follows."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import tomllib
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dpbnn.data import toml
+from dpbnn.data.column import Column, Fault, labels
+from dpbnn.data.learned import distinct, learned_column
+from dpbnn.data.table import Table, TableError, TableWarning, as_table, codes, numbers, shown
+
+__all__ = ["Schema"]
+
+_CHUNK = 4_000_000  # numbers encoded at once
+_LOOK = 4096  # rows looked at at once, until what is looked for is found
+_COLUMN_KEYS = ("kind", "bounds", "categories", "missing", "other", "log")
+_TARGET_KEYS = ("name", "classes", "bounds", "cuts")
+_KEYS = ("task", "public", "target", "columns", "ignore")
+
+
+@dataclasses.dataclass(frozen=True)
+class Schema:
+    """The columns of a table, its target, and what is publicly known of them.
+
+    The encoding is a function of the schema alone: no mean, range or category is ever taken from
+    the data, except by `Schema.learned`, whose result says that it is not private.
+
+    Attributes:
+        columns: the inputs, in the order in which they are encoded.
+        target: what is to be predicted: classes as its categories, or bounds.
+        task: "classification" or "regression"; follows from the target if left out.
+        ignore: columns of the table that are left out on purpose.
+        public: False where bounds and categories were learned from the data.
+    """
+
+    columns: tuple[Column, ...]
+    target: Column
+    task: str = ""
+    ignore: tuple[str, ...] = ()
+    public: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", tuple(self.columns))
+        object.__setattr__(self, "ignore", tuple(self.ignore))
+        if not self.task:
+            regression = self.target.categories is None
+            object.__setattr__(self, "task", "regression" if regression else "classification")
+        names = [*(column.name for column in self.columns), *self.ignore, self.target.name]
+        for name, count in Counter(names).items():
+            if count > 1:
+                raise TableError(
+                    f"schema, column {name!r}: is there twice among columns, target and ignore; "
+                    f"name it once"
+                )
+        if not self.columns:
+            raise TableError("schema: has no columns; declare at least one under [columns.NAME]")
+        self._check_target()
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Schema:
+        """Read a schema from a TOML file.
+
+        Args:
+            path: the file; see `to_toml` and docs/tables.md for its form.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise TableError(
+                f"schema {path}: cannot be read: {reason}; give the path of a schema in TOML"
+            ) from None
+        return cls.from_toml(text, source=str(path))
+
+    @classmethod
+    def from_toml(cls, text: str, *, source: str = "schema") -> Schema:
+        """Return the schema that a text in TOML states."""
+        try:
+            return cls.from_dict(tomllib.loads(text))
+        except tomllib.TOMLDecodeError as error:
+            raise TableError(f"{source}: is not valid TOML: {error}; correct that line") from None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Schema:
+        """Return the schema that plain values state, as they stand in a TOML file."""
+        _keys("schema", values, _KEYS)
+        target = values.get("target")
+        if not isinstance(target, Mapping) or "name" not in target:
+            raise TableError(
+                "schema: has no target; state it as [target] with name and classes or bounds"
+            )
+        _keys("schema, [target]", target, _TARGET_KEYS)
+        columns = values.get("columns", {})
+        if not isinstance(columns, Mapping):
+            raise TableError("schema: columns must be tables; write [columns.NAME] for each")
+        return cls(
+            columns=tuple(_column(name, value) for name, value in columns.items()),
+            target=_target(target),
+            task=values.get("task", ""),
+            ignore=tuple(values.get("ignore", ())),
+            public=bool(values.get("public", True)),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the schema as plain values; `from_dict` gives it back."""
+        target: dict[str, Any] = {"name": self.target.name}
+        if self.classes is not None:
+            target["classes"] = list(self.classes)
+        for key in ("bounds", "cuts"):
+            if getattr(self.target, key) is not None:
+                target[key] = list(getattr(self.target, key))
+        own: dict[str, Any] = {"task": self.task}
+        if not self.public:
+            own["public"] = False
+        if self.ignore:
+            own["ignore"] = list(self.ignore)
+        return {**own, "target": target, "columns": {c.name: _values(c) for c in self.columns}}
+
+    def to_toml(self) -> str:
+        """Return the schema as TOML; `read` and `from_toml` give it back."""
+        note = "" if self.public else "# Learned from the data: NOT PRIVATE.\n"
+        return note + toml.dumps(self.to_dict())
+
+    @classmethod
+    def draft(cls, table: Any, target: str) -> str:
+        """Return a schema in TOML to be filled in from public knowledge.
+
+        Column names, and whether a column holds text, are all that it takes from the table: every
+        bound and category is left as TODO, since the smallest age in a table is somebody's age.
+
+        Args:
+            table: a table, or what `as_table` takes.
+            target: name of the column to be predicted.
+        """
+        table = as_table(table)
+        table.raw(target)
+        text = {name: table[name].dtype == object for name in table.names}
+        columns = {
+            name: {"categories": ["TODO"]} if text[name] else {"bounds": ["TODO", "TODO"]}
+            for name in table.names
+            if name != target
+        }
+        key = {"classes": ["TODO"]} if text[target] else {"bounds": ["TODO", "TODO"]}
+        notes = (
+            "# Fill in every TODO from public knowledge: documentation, a questionnaire, physics,\n"
+            "# never from this data. Delete the columns that the model should not use.\n"
+            "# A target with bounds is a regression; write classes = [...] for a classification.\n"
+            "# Missing values: missing = 'refuse' (default); 'middle' or 'indicator' for\n"
+            "# numbers; 'zeros' or 'category' for categories. other = true takes in unknown\n"
+            "# categories; log = true suits skewed numbers that are never negative.\n"
+        )
+        return notes + toml.dumps({"target": {"name": target, **key}, "columns": columns})
+
+    @classmethod
+    def learned(cls, table: Any, target: str, task: str | None = None) -> Schema:
+        """Return a schema with bounds and categories read from the data: NOT PRIVATE.
+
+        The result has `public=False`; private training must refuse it.
+
+        Args:
+            table: a table, or what `as_table` takes.
+            target: name of the column to be predicted.
+            task: "classification" or "regression"; by default a text target is classified.
+        """
+        table = as_table(table)
+        known = table[target]
+        if task is None:
+            task = "classification" if known.dtype == object else "regression"
+        columns = tuple(learned_column(table, name) for name in table.names if name != target)
+        if task == "classification":
+            aim = Column(target, "categorical", categories=distinct(table, target))
+        else:
+            aim = learned_column(table, target)
+        return cls(
+            columns, dataclasses.replace(aim, missing="refuse", other=False), task, (), False
+        )
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of the encoded columns, in order."""
+        return tuple(name for column in self.columns for name in column.features)
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names of the classes in the order of their numbers; None for a regression."""
+        return self.target.categories if self.task == "classification" else None
+
+    def encode(
+        self,
+        table: Any,
+        *,
+        target: bool | None = None,
+        out: str | os.PathLike[str] | None = None,
+        on_bad_rows: str = "error",
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return inputs [rows, features] in float32, and targets if the table holds them.
+
+        Targets are class numbers (int64), or numbers scaled from the bounds to [-1, 1] (float32;
+        `decode_target` gives the original units).
+
+        Args:
+            table: a table, or what `as_table` takes.
+            target: whether the target must be there; by default it is used where it is.
+            out: a file to be made (.npy) that the inputs are written to, chunk by chunk, and
+                memory-mapped from, for tables larger than memory.
+            on_bad_rows: "error" names the first bad value; "zero" gives bad rows inputs of NaN,
+                which training with on_bad_rows="zero" lets contribute nothing.
+        """
+        if on_bad_rows not in ("error", "zero"):
+            raise ValueError(f"on_bad_rows={on_bad_rows!r}: must be 'error' or 'zero'")
+        table = as_table(table)
+        self._present(table, self.columns)
+        if target is None:
+            target = self.target.name in table
+        elif target:
+            self._present(table, (self.target,))
+        extra = self.ignored(table)
+        if extra:
+            warnings.warn(
+                f"{table.source}: columns {shown(extra)} are not in the schema and not used",
+                TableWarning,
+                stacklevel=2,
+            )
+        shape = (table.n, len(self.features))
+        kind = np.int64 if self.task == "classification" else np.float32
+        y = np.zeros(table.n, dtype=kind) if target else None
+        if out is None:
+            x = np.empty(shape, dtype=np.float32)
+            self._fill(table, x, y, on_bad_rows)
+            return x, y
+        path = Path(out)
+        part = path.with_name(path.name + ".part")
+        try:
+            mapped = np.lib.format.open_memmap(part, mode="w+", dtype=np.float32, shape=shape)
+            self._fill(table, mapped, y, on_bad_rows)
+            mapped.flush()
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+        return np.load(path, mmap_mode="r"), y
+
+    def ignored(self, table: Any) -> tuple[str, ...]:
+        """Return the columns of a table that the schema does not speak of."""
+        known = {self.target.name, *self.ignore, *(column.name for column in self.columns)}
+        return tuple(name for name in as_table(table).names if name not in known)
+
+    def check(self, table: Any) -> None:
+        """Raise TableError where a table cannot be trained on, before anything is spent.
+
+        It looks for two rows or more, two classes or more, and columns in which no value is there;
+        it speaks to the data holder, and nothing of it is released.
+
+        Args:
+            table: a table, or what `as_table` takes.
+        """
+        table = as_table(table)
+        self._present(table, (*self.columns, self.target))
+        if table.n < 2:
+            raise TableError(
+                f"{table.source}: has {table.n} row{'s' * (table.n != 1)}; training needs at "
+                f"least 2, give the whole table"
+            )
+        for column in (*self.columns, self.target):
+            if _all_missing(column, table):
+                raise TableError(
+                    f"{table.source}: column {column.name!r} has no value in any row; delete it "
+                    f"from the schema or correct the table"
+                )
+        if self.task == "classification":
+            self._check_classes(table)
+
+    def decode_target(self, mean: Any, std: Any = None) -> Any:
+        """Return predictions in the original units, or class numbers as names.
+
+        Args:
+            mean: class numbers, or scaled values in [-1, 1].
+            std: standard deviations on the same scale; then (mean, std) is returned.
+        """
+        if self.classes is not None:
+            return np.asarray(self.classes, dtype=object)[np.asarray(mean)]
+        middle, half = self.target.scale
+        original = np.asarray(mean, dtype=np.float64) * half + middle
+        return original if std is None else (original, np.asarray(std, dtype=np.float64) * half)
+
+    def _fill(self, table: Table, x: np.ndarray, y: np.ndarray | None, on_bad_rows: str) -> None:
+        step = max(1, _CHUNK // max(1, x.shape[1]))
+        for start in range(0, table.n, step):
+            part = table.rows(start, start + step)
+            bad = np.zeros(part.n, dtype=bool)
+            first = 0
+            for column in self.columns:
+                raw = part.raw(column.name)
+                block, faults = column.encode(raw, part.missing)
+                bad |= _bad(part, column, raw, faults, on_bad_rows)
+                x[start : start + part.n, first : first + block.shape[1]] = block
+                first += block.shape[1]
+            if y is not None:
+                raw = part.raw(self.target.name)
+                values, faults = self._targets(raw, part.missing)
+                bad |= _bad(part, self.target, raw, faults, on_bad_rows)
+                y[start : start + part.n] = values
+            x[start : start + part.n][bad] = np.nan
+
+    def _targets(self, raw: np.ndarray, missing: frozenset[str]) -> tuple[np.ndarray, list[Fault]]:
+        if self.task == "classification":
+            return self.target.classes(raw, missing)
+        return self.target.targets(raw, missing)
+
+    def _present(self, table: Table, columns: Iterable[Column]) -> None:
+        for column in columns:
+            if column.name not in table:
+                what = "target" if column is self.target else "column"
+                raise TableError(
+                    f"{table.source}: the {what} {column.name!r} of the schema is absent; the "
+                    f"table has {shown(table.names)}; correct the name in the schema"
+                )
+
+    def _check_target(self) -> None:
+        target, name = self.target, self.target.name
+        if self.task not in ("classification", "regression"):
+            raise TableError(
+                f"schema: task={self.task!r}: must be 'classification' or 'regression'"
+            )
+        if target.missing != "refuse" or target.other or target.log:
+            raise TableError(
+                f"schema, target {name!r}: missing, other and log are for inputs; leave them out"
+            )
+        if self.task == "regression":
+            if target.kind != "numeric" or target.cuts is not None:
+                raise TableError(
+                    f"schema, target {name!r}: a regression needs bounds = [lowest, highest] "
+                    f"alone; give them, or task = 'classification'"
+                )
+            return
+        given = target.categories
+        if given is None or len(given) < 2:
+            raise TableError(
+                f"schema, target {name!r}: a classification needs 2 classes or more, "
+                f"{0 if given is None else len(given)} declared; give classes = [...]"
+            )
+
+    def _check_classes(self, table: Table) -> None:
+        seen: set[int] = set()
+        for start in range(0, table.n, _LOOK):
+            part = table.rows(start, start + _LOOK)
+            code, faults = self._targets(part.raw(self.target.name), part.missing)
+            seen |= {*np.unique(code[~_any(part.n, faults)]).tolist()}
+            if len(seen) > 1:
+                return
+        only = self.decode_target(min(seen, default=0))
+        raise TableError(
+            f"{table.source}: target {self.target.name!r} is {only!r} in every row; training needs "
+            f"rows of 2 classes or more"
+        )
+
+
+def _bad(
+    part: Table, column: Column, raw: np.ndarray, faults: list[Fault], on_bad_rows: str
+) -> np.ndarray:
+    """Return which rows are bad, or raise for the first of them."""
+    bad = _any(part.n, faults)
+    if on_bad_rows == "error" and faults:
+        row = int(np.flatnonzero(bad)[0])
+        problem = next(why for rows, why in faults if rows[row])
+        raise TableError(f"{part.where(row)}, column {column.name!r}: {problem(raw[row])}")
+    return bad
+
+
+def _any(n: int, faults: list[Fault]) -> np.ndarray:
+    bad = np.zeros(n, dtype=bool)
+    for rows, _ in faults:
+        bad |= rows
+    return bad
+
+
+def _all_missing(column: Column, table: Table) -> bool:
+    for start in range(0, table.n, _LOOK):
+        part = table.rows(start, start + _LOOK)
+        raw = part.raw(column.name)
+        if column.kind == "numeric":
+            values, unread = numbers(raw, part.missing)
+            present = not np.isnan(values).all() or unread is not None
+        else:
+            own = {category: i for i, category in enumerate(column.categories or ())}
+            present = bool((codes(raw, own, part.missing) != -1).any())
+        if present:
+            return False
+    return True
+
+
+def _column(name: str, values: Any) -> Column:
+    if not isinstance(values, Mapping):
+        raise TableError(
+            f"schema, column {name!r}: must be a table; write [columns.{toml.key(name)}] with "
+            f"bounds or categories"
+        )
+    _keys(f"schema, column {name!r}", values, _COLUMN_KEYS)
+    return Column(name, **{key: _tuple(value) for key, value in values.items()})
+
+
+def _target(values: Mapping[str, Any]) -> Column:
+    name = values["name"]
+    classes, bounds, cuts = (_tuple(values.get(key)) for key in ("classes", "bounds", "cuts"))
+    if cuts is None:
+        if classes is None and bounds is None:
+            raise TableError(
+                f"schema, target {name!r}: has neither classes nor bounds; give classes = [...] "
+                f"or bounds = [lowest, highest], from public knowledge"
+            )
+        return Column(name, bounds=bounds, categories=classes)
+    return cut(name, cuts, classes or ())
+
+
+def cut(name: str, cuts: tuple[float, ...], classes: tuple[Any, ...]) -> Column:
+    """Return a target whose classes are ranges of a numeric column.
+
+    Args:
+        name: of the column.
+        cuts: rising numbers; a value belongs to the first class whose cut it does not exceed.
+        classes: one name more than there are cuts.
+    """
+    rising = all(a < b for a, b in itertools.pairwise(cuts))
+    if len(classes) != len(cuts) + 1 or not rising:
+        raise TableError(
+            f"schema, target {name!r}: cuts = {list(cuts)} with {len(classes)} classes; give "
+            f"rising cuts and one class more than cuts"
+        )
+    column = Column(name, "numeric", cuts=tuple(float(c) for c in cuts))
+    object.__setattr__(column, "categories", labels(name, classes))
+    return column
+
+
+def _values(column: Column) -> dict[str, Any]:
+    given = {
+        field.name: getattr(column, field.name)
+        for field in dataclasses.fields(Column)
+        if field.name in _COLUMN_KEYS and getattr(column, field.name) != field.default
+    }
+    given.pop("kind")
+    return {key: list(v) if isinstance(v, tuple) else v for key, v in given.items()}
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _keys(where: str, values: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+    for key in values:
+        if key not in allowed:
+            raise TableError(
+                f"{where}: {key!r} means nothing here; the keys are {', '.join(allowed)}"
+            )

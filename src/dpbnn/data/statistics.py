@@ -1,0 +1,393 @@
+"""Private statistics: noisy counts on a fixed public grid, and what follows from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpbnn.privacy.events import Event
+from dpbnn.privacy.gate import Gate
+from dpbnn.privacy.ledger import Ledger
+from dpbnn.privacy.noise import NoiseSource
+from dpbnn.privacy.plan import Plan, plan
+from dpbnn.privacy.sampling import FullBatch
+
+__all__ = [
+    "Histograms",
+    "private_bounds",
+    "private_counts",
+    "private_quantiles",
+    "share",
+    "signed_log_grid",
+]
+
+_ROWS = 8192  # records counted at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Histograms:
+    """Noisy counts of every column, as released. All methods are post-processing.
+
+    Attributes:
+        edges: [columns, cells + 1], public; the outer cells take in everything beyond them.
+        counts: [columns, cells], with N(0, noise_std^2) in every one.
+        noise_std: standard deviation of the noise in a count.
+        n: number of records, public.
+        event: what was charged, for `dpbnn.plan(beside=[...])`.
+    """
+
+    edges: np.ndarray
+    counts: np.ndarray
+    noise_std: float
+    n: int
+    event: Event
+
+    def mass(self) -> np.ndarray:
+        """Return the counts c >= 0 with sum <= n that are nearest to the noisy ones.
+
+        With Gaussian noise this is the most likely histogram; its cumulative sums rise.
+        """
+        return np.stack([_project(row, self.n) for row in self.counts])
+
+    def quantiles(self, q: Any) -> np.ndarray:
+        """Return quantiles [len(q), columns] from the cumulative sums, linear within a cell."""
+        levels = _levels(q)
+        found = [
+            _quantiles(levels, mass, edges)
+            for mass, edges in zip(self.mass(), self.edges, strict=True)
+        ]
+        return np.stack(found, axis=1)
+
+    def mean(self) -> np.ndarray:
+        """Return the mean of every column, as if values lay in the middle of their cells."""
+        mass, middle, _ = self._cells()
+        return np.asarray((mass * middle).sum(1) / np.maximum(mass.sum(1), 1e-12))
+
+    def std(self) -> np.ndarray:
+        """Return the standard deviation of every column, values spread evenly in their cells."""
+        mass, middle, width = self._cells()
+        square = (middle - self.mean()[:, None]) ** 2 + width**2 / 12
+        return np.sqrt((mass * square).sum(1) / np.maximum(mass.sum(1), 1e-12))
+
+    def bounds(self, tail: float = 0.005, beta: float = 1e-3) -> tuple[np.ndarray, np.ndarray]:
+        """Return (lowest, highest) of every column, such that few values lie outside.
+
+        The lower bound is the lower edge of the first cell j at which, for some w = 1, 2, 4, ...,
+
+            count_{j-w+1} + ... + count_j > tail n + z sqrt(w) noise_std,
+
+        where z is the normal quantile at which noise alone does that in a column without values
+        with probability at most beta/2; the upper bound likewise from above. A column in which no
+        sum gets there has the outermost edges.
+
+        Args:
+            tail: share of the values that may lie outside on either side.
+            beta: probability that noise widens a bound to a cell without values.
+        """
+        _check_rule(tail, beta)
+        low, high = [], []
+        for counts, edges in zip(self.counts, self.edges, strict=True):
+            first = self._first(counts, tail, beta)
+            last = len(counts) - 1 - self._first(counts[::-1], tail, beta)
+            first, last = (first, last) if first <= last else (0, len(counts) - 1)
+            low.append(edges[first])
+            high.append(edges[last + 1])
+        return np.array(low), np.array(high)
+
+    def _first(self, counts: np.ndarray, tail: float, beta: float) -> int:
+        total = np.concatenate([[0.0], np.cumsum(counts)])
+        ends = np.arange(1, len(total))
+        found = np.zeros(len(counts), dtype=bool)
+        for width, margin in _margins(len(counts), beta, self.noise_std).items():
+            found |= total[ends] - total[np.maximum(ends - width, 0)] > tail * self.n + margin
+        return int(np.argmax(found)) if found.any() else 0
+
+    def _cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return mass, middle and width of the cells; those beyond the data count as empty."""
+        low, high = self.edges[:, :-1], self.edges[:, 1:]
+        lowest, highest = self.bounds(tail=0.0)
+        inside = (low >= lowest[:, None]) & (high <= highest[:, None])
+        return self.mass() * inside, (low + high) / 2, high - low
+
+
+def private_counts(
+    x: Any,
+    grid: Any = None,
+    *,
+    plan: Plan | None = None,
+    noise_multiplier: float | None = None,
+    ledger: Ledger | None = None,
+    noise: NoiseSource | None = None,
+    label: str = "private statistics",
+) -> Histograms:
+    """Release how many records fall into each cell of a public grid, for all columns at once.
+
+        release = sum_i onehot(cells of record i) + N(0, sigma^2 p),  p columns
+
+    **Guarantee.** One release by the gate. A record adds one count per column, a vector of norm
+    sqrt(p) at most, which is the clip. Values that are not finite add nothing. The ledger is
+    charged before the counts are formed.
+
+    Args:
+        x: numbers [records, columns]; a memory-mapped array is read in chunks.
+        grid: rising public edges, one list for all columns or [columns, edges]; by default
+            `signed_log_grid()`.
+        plan: of one full-batch release, such as the first of `share(...)`.
+        noise_multiplier: sigma, where there is no plan.
+        ledger: where the release is recorded; one in memory by default.
+        noise: the source of noise; a new one from operating-system entropy by default.
+        label: what the release is for, in the ledger and the statement.
+    """
+    x = _matrix(x)
+    n, columns = x.shape
+    edges = _edges(grid, columns)
+    sigma = _sigma(plan, noise_multiplier, n)
+    if plan is not None and ledger is None:
+        ledger = Ledger(relation=plan.relation)
+    if plan is not None and ledger is not None and plan.relation is not ledger.relation:
+        raise ValueError(
+            f"relation: the plan has {plan.relation} and the ledger {ledger.relation}; give the "
+            f"plan the ledger's"
+        )
+    gate = Gate(math.sqrt(columns), sigma, FullBatch(n), ledger, noise=noise, label=label)
+    release = gate(_Cells(x, edges), records=torch.arange(n))["counts"]
+    return Histograms(
+        edges=edges,
+        counts=release.reshape(columns, -1).numpy(),
+        noise_std=sigma * gate.clip,
+        n=n,
+        event=FullBatch(n).event(sigma),
+    )
+
+
+def private_quantiles(x: Any, q: Any, grid: Any = None, **arguments: Any) -> np.ndarray:
+    """Return private quantiles [len(q), columns]; see `private_counts` for the arguments.
+
+    **Guarantee.** That of `private_counts`: one release, and post-processing.
+    """
+    levels = _levels(q)
+    return private_counts(x, grid, **arguments).quantiles(levels)
+
+
+def private_bounds(
+    x: Any,
+    *,
+    range: tuple[Any, Any] | None = None,
+    cells: int = 64,
+    tail: float = 0.005,
+    beta: float = 1e-3,
+    **arguments: Any,
+) -> list[tuple[float, float]]:
+    """Return private bounds (lowest, highest) of every column.
+
+    **Guarantee.** That of `private_counts`: one release, and post-processing. A table that is too
+    small for the noise is refused before anything is spent.
+
+    Args:
+        x: numbers [records, columns].
+        range: public (lowest, highest) that values can have at all, numbers or one per column; by
+            default a grid of powers of ten up to 1e9 on both sides.
+        cells: number of cells that the range is cut into.
+        tail: share of the values that may lie outside on either side.
+        beta: probability that noise widens a bound to a cell without values, for one column.
+        **arguments: plan or noise_multiplier, ledger, noise and label, as in `private_counts`.
+    """
+    _check_rule(tail, beta)
+    x = _matrix(x)
+    n, columns = x.shape
+    grid = signed_log_grid() if range is None else _even(range, cells, columns)
+    sigma = _sigma(arguments.get("plan"), arguments.get("noise_multiplier"), n)
+    margins = _margins(np.shape(grid)[-1] - 1, beta, sigma * math.sqrt(columns))
+    needed = margins[max(margins)] + tail * n
+    if needed > n / 2:
+        raise ValueError(
+            f"n={n}: too few records for private bounds of {columns} columns at noise multiplier "
+            f"{sigma:.3g}: noise alone makes up to {needed:.0f} of them; state public bounds, or "
+            f"give statistics a larger share of the budget"
+        )
+    low, high = private_counts(x, grid, **arguments).bounds(tail, beta)
+    return [(float(a), float(b)) for a, b in zip(low, high, strict=True)]
+
+
+def signed_log_grid(
+    smallest: float = 1e-3, largest: float = 1e9, per_decade: int = 4
+) -> np.ndarray:
+    """Return edges at powers of ten on both sides of zero, for columns of unknown scale.
+
+    Args:
+        smallest: edge of the cell around zero.
+        largest: outermost edge.
+        per_decade: cells from one power of ten to the next.
+    """
+    if not 0 < smallest < largest < math.inf:
+        raise ValueError(f"smallest={smallest}, largest={largest}: must rise and be above 0")
+    decades = math.log10(largest / smallest)
+    positive = np.geomspace(smallest, largest, 1 + math.ceil(decades * per_decade))
+    return np.concatenate([-positive[::-1], positive])
+
+
+def share(fraction: float, **arguments: Any) -> tuple[Plan, Plan]:
+    """Split a budget between private statistics and training.
+
+    **Guarantee.** Both together cost at most (epsilon, delta): the second plan has the first
+    beside it, and is solved for jointly. The statistics alone cost fraction * epsilon.
+
+    Args:
+        fraction: of epsilon that the statistics would cost alone; training pays less than that,
+            since mechanisms compose better than their epsilons add up.
+        **arguments: epsilon, delta, n and the rest that `dpbnn.plan` takes for the training.
+
+    Example:
+        >>> statistics, training = share(
+        ...     0.1, epsilon=1.0, delta=1e-5, n=10_000, batch_size=100, epochs=5)
+        >>> statistics.steps, training.epsilon <= 1.0
+        (1, True)
+    """
+    if not 0 < fraction < 1:
+        raise ValueError(f"fraction={fraction}: must lie in (0, 1), such as 0.1")
+    missing = [name for name in ("epsilon", "delta", "n") if arguments.get(name) is None]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)}: missing; a share is a share of a budget")
+    joint = {k: v for k, v in arguments.items() if k in ("delta", "n", "relation", "accountant")}
+    statistics = plan(
+        epsilon=fraction * arguments["epsilon"], sampling="full-batch", steps=1, **joint
+    )
+    beside = (*arguments.pop("beside", ()), statistics)
+    return statistics, plan(**arguments, beside=beside)
+
+
+class _Cells:
+    """One count per record and column, as contributions to the gate."""
+
+    def __init__(self, x: Any, edges: np.ndarray) -> None:
+        self._x, self._edges = x, edges
+        self.batch_size = len(x)
+        self.cells = edges.shape[1] - 1
+        self.shapes: Mapping[str, torch.Size] = {
+            "counts": torch.Size([edges.shape[0] * self.cells])
+        }
+        self.device = torch.device("cpu")
+
+    def squared_norms(self) -> dict[str, Tensor]:
+        """Return the number of counts of every record."""
+        return {"counts": self._values().isfinite().sum(1).double()}
+
+    def norms(self) -> Tensor:
+        """Return the root of that number."""
+        return self.squared_norms()["counts"].sqrt()
+
+    def weighted_sum(self, w: Any) -> dict[str, Tensor]:
+        """Return the weighted counts."""
+        weights = w["counts"] if isinstance(w, Mapping) else w
+        values = self._values()
+        inner = torch.from_numpy(self._edges[:, 1:-1]).contiguous()
+        cell = torch.searchsorted(inner, values.T.contiguous(), right=True).T
+        index = cell + self.cells * torch.arange(values.shape[1])
+        counted = weights.double()[:, None] * values.isfinite()
+        total = torch.zeros(self.shapes["counts"], dtype=torch.float64)
+        return {"counts": total.index_add_(0, index.flatten(), counted.flatten())}
+
+    def chunks(self) -> Iterator[_Cells]:
+        """Yield the counts of a few thousand records at a time."""
+        for first in range(0, self.batch_size, _ROWS):
+            yield _Cells(self._x[first : first + _ROWS], self._edges)
+
+    def _values(self) -> Tensor:
+        return torch.from_numpy(np.array(self._x, dtype=np.float64))
+
+
+def _matrix(x: Any) -> Any:
+    if hasattr(x, "detach"):
+        x = x.detach().cpu().numpy()
+    x = x if isinstance(x, np.ndarray) else np.asarray(x)
+    if x.ndim != 2 or x.dtype.kind not in "biuf" or not x.shape[0] or not x.shape[1]:
+        raise ValueError(
+            f"x: has shape {x.shape} and type {x.dtype}; give numbers [records, columns]"
+        )
+    return x
+
+
+def _edges(grid: Any, columns: int) -> np.ndarray:
+    edges = np.asarray(signed_log_grid() if grid is None else grid, dtype=np.float64)
+    if edges.ndim == 1:
+        edges = np.broadcast_to(edges, (columns, len(edges)))
+    if (
+        edges.ndim != 2
+        or len(edges) != columns
+        or edges.shape[1] < 2
+        or not np.isfinite(edges).all()
+        or not (np.diff(edges, axis=1) > 0).all()
+    ):
+        raise ValueError(
+            f"grid: must be rising finite edges, one list or one per column ({columns}); got shape "
+            f"{edges.shape}"
+        )
+    return np.array(edges)
+
+
+def _even(range: tuple[Any, Any], cells: int, columns: int) -> np.ndarray:
+    low, high = (np.broadcast_to(np.asarray(end, dtype=np.float64), columns) for end in range)
+    if cells < 2 or not (low < high).all():
+        raise ValueError(
+            f"range={range}, cells={cells}: must be (lowest, highest) and at least 2 cells"
+        )
+    return np.linspace(low, high, cells + 1, axis=1)
+
+
+def _levels(q: Any) -> np.ndarray:
+    levels = np.atleast_1d(np.asarray(q, dtype=np.float64))
+    if not ((levels >= 0) & (levels <= 1)).all():
+        raise ValueError(f"q={q}: must lie in [0, 1]")
+    return levels
+
+
+def _check_rule(tail: float, beta: float) -> None:
+    if not 0 <= tail < 0.5 or not 0 < beta < 1:
+        raise ValueError(f"tail={tail}, beta={beta}: must lie in [0, 0.5) and (0, 1)")
+
+
+def _sigma(plan: Plan | None, noise_multiplier: float | None, n: int) -> float:
+    if (plan is None) == (noise_multiplier is None):
+        raise ValueError("plan, noise_multiplier: give one of the two; see dpbnn.data.share")
+    if plan is None:
+        return float(noise_multiplier or 0.0)
+    if plan.sampling != "full-batch" or plan.steps != 1 or plan.n != n:
+        raise ValueError(
+            f"plan: has {plan.steps} {plan.sampling} releases for n={plan.n}; statistics of {n} "
+            f"records need dpbnn.plan(sampling='full-batch', steps=1, n={n}, ...)"
+        )
+    return plan.noise_multiplier
+
+
+def _margins(cells: int, beta: float, noise_std: float) -> dict[int, float]:
+    """Return what the sums of w neighbouring empty cells all stay below with prob. 1 - beta/2."""
+    from scipy.stats import norm
+
+    widths = [2**k for k in range(cells.bit_length())]
+    z = float(norm.isf(beta / (2 * cells * len(widths))))
+    return {width: z * noise_std * math.sqrt(width) for width in widths}
+
+
+def _project(counts: np.ndarray, n: int) -> np.ndarray:
+    """Return max(counts - t, 0) with the smallest t >= 0 for which the sum is at most n."""
+    if np.maximum(counts, 0).sum() <= n:
+        return np.maximum(counts, 0)
+    falling = np.sort(counts)[::-1]
+    thresholds = (np.cumsum(falling) - n) / np.arange(1, len(counts) + 1)
+    return np.maximum(counts - thresholds[np.flatnonzero(falling > thresholds)[-1]], 0)
+
+
+def _quantiles(levels: np.ndarray, mass: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    total = np.cumsum(mass)
+    if total[-1] <= 0:
+        return np.full(len(levels), (edges[0] + edges[-1]) / 2)
+    wanted = np.clip(levels, 1e-12, 1) * total[-1]
+    cell = np.minimum(np.searchsorted(total, wanted * (1 - 1e-12)), len(mass) - 1)
+    inside = np.clip((wanted - (total - mass)[cell]) / np.maximum(mass[cell], 1e-300), 0, 1)
+    return np.asarray(edges[cell] + inside * (edges[cell + 1] - edges[cell]))

@@ -1,0 +1,350 @@
+"""Tables: named columns of numbers or text, as they were given."""
+
+from __future__ import annotations
+
+import decimal
+import math
+import numbers as abstract
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["MISSING", "Table", "TableError", "TableWarning", "as_table", "shown"]
+
+MISSING = frozenset({"", "?", "NA", "N/A", "NaN", "nan", "null", "NULL"})
+"""Texts that stand for a missing value, unless a schema declares them as a category."""
+
+
+class TableError(ValueError):
+    """A table or schema that cannot be used; the message names the column and the fix."""
+
+
+class TableWarning(UserWarning):
+    """Something in a table that is passed over."""
+
+
+class Table(Mapping[str, np.ndarray]):
+    """Columns of equal length by name, in order.
+
+    `table[name]` is a float64 array with NaN for missing values where every value is a number, and
+    an array of text with None for missing values otherwise. Encoding by a schema uses `raw`, so
+    that what a column is taken for never depends on the values in it.
+
+    Args:
+        columns: arrays of numbers, or object arrays of text and None.
+        source: what errors call the table.
+        lines: for every row its line in the file, if it came from a text file.
+        missing: texts that stand for a missing value.
+        first: index of the first row in the table that this is a part of.
+    """
+
+    def __init__(
+        self,
+        columns: Mapping[str, np.ndarray],
+        *,
+        source: str = "the table",
+        lines: Sequence[int] | np.ndarray | None = None,
+        missing: frozenset[str] = MISSING,
+        first: int = 0,
+    ) -> None:
+        self._columns = dict(columns)
+        self.source = source
+        self.missing = missing
+        self._lines = lines
+        self._first = first
+        sizes = {name: len(values) for name, values in self._columns.items()}
+        if len(set(sizes.values())) > 1:
+            short, long = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+            raise TableError(
+                f"{source}: column {short!r} has {sizes[short]} rows and column {long!r} has "
+                f"{sizes[long]}; give columns of one length"
+            )
+        self.n = next(iter(sizes.values()), 0)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the columns, in order."""
+        return tuple(self._columns)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        raw = self.raw(name)
+        values, unreadable = numbers(raw, self.missing)
+        return values if unreadable is None else _text(raw, self.missing)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        """Number of columns; the number of rows is `n`."""
+        return len(self._columns)
+
+    def __repr__(self) -> str:
+        return f"Table({self.source}: {self.n} rows, {len(self)} columns)"
+
+    def raw(self, name: str) -> np.ndarray:
+        """Return a column as it was given."""
+        if name not in self._columns:
+            raise TableError(
+                f"{self.source}: has no column {name!r}; its columns are {shown(self.names)}; "
+                f"correct the name"
+            )
+        return self._columns[name]
+
+    def rows(self, start: int, stop: int) -> Table:
+        """Return a range of rows, without copying."""
+        start, stop, _ = slice(start, stop).indices(self.n)
+        part = {name: values[start:stop] for name, values in self._columns.items()}
+        lines = None if self._lines is None else self._lines[start:stop]
+        return self._like(part, lines, self._first + start)
+
+    def take(self, index: Any) -> Table:
+        """Return chosen rows: an array of row numbers or of booleans."""
+        index = np.asarray(index)
+        part = {name: values[index] for name, values in self._columns.items()}
+        lines = np.arange(self._first, self._first + self.n) if self._lines is None else self._lines
+        kept = self._like(part, np.asarray(lines)[index], 0)
+        kept._rows_named = self._lines is None
+        return kept
+
+    def where(self, row: int) -> str:
+        """Return where a row is found, in words."""
+        if self._lines is None or self._rows_named:
+            number = self._first + row if self._lines is None else int(self._lines[row])
+            return f"{self.source}, row {number}"
+        return f"{self.source}, line {int(self._lines[row])}"
+
+    _rows_named = False
+
+    def _like(self, columns: dict[str, np.ndarray], lines: Any, first: int) -> Table:
+        like = Table(columns, source=self.source, lines=lines, missing=self.missing, first=first)
+        like._rows_named = self._rows_named
+        return like
+
+
+def numbers(
+    raw: np.ndarray, missing: frozenset[str] = MISSING
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return a column as float64 with NaN for missing, and which values are no numbers, if any."""
+    if raw.dtype.kind in "biuf":
+        return np.asarray(raw, dtype=np.float64), None
+    filled = np.array([None if v in missing else v for v in raw], dtype=object)
+    try:
+        if not any(v is not None and "_" in v for v in filled):
+            return filled.astype(np.float64), None
+    except ValueError:
+        pass
+    known = {value: _number(value) for value in set(filled.tolist())}
+    unreadable = np.fromiter((known[value] is None for value in filled), bool, len(filled))
+    values = np.fromiter((known[v] if known[v] is not None else np.nan for v in filled), float)
+    return values, unreadable if unreadable.any() else None
+
+
+def codes(
+    raw: np.ndarray, categories: Mapping[str, int], missing: frozenset[str] = MISSING
+) -> np.ndarray:
+    """Return the code of every value: -1 for missing, -2 for a value that is no category."""
+    if raw.dtype.kind in "biuf":
+        distinct, positions = np.unique(raw, return_inverse=True)
+        texts = [cell(value) for value in distinct.tolist()]
+        own = np.array([_code(text, categories, missing) for text in texts] or [-1], dtype=np.int64)
+        return own[positions]
+    known = {text: _code(text, categories, missing) for text in set(raw.tolist())}
+    return np.fromiter(map(known.__getitem__, raw), np.int64, len(raw))
+
+
+def shown(names: Sequence[str], most: int = 8) -> str:
+    """Return a list of names for a message, cut where it is long."""
+    text = ", ".join(repr(name) for name in names[:most])
+    return text + (f" and {len(names) - most} more" if len(names) > most else "") or "none"
+
+
+def as_table(
+    values: Any, names: Sequence[str] | None = None, *, source: str | None = None
+) -> Table:
+    """Return a table from whatever holds one.
+
+    Args:
+        values: a table, the path of a file, a pandas or polars DataFrame, a pyarrow Table, a
+            mapping of columns, a structured array, or an array or tensor [rows, columns].
+        names: of the columns of an array; x0, x1, ... by default.
+        source: what errors call the table.
+    """
+    if isinstance(values, Table):
+        return values
+    if isinstance(values, str | os.PathLike):
+        from dpbnn.data.files import read_table
+
+        return read_table(values, names=names)
+    return Table(_columns(values, names, source or "the table"), source=source or "the table")
+
+
+def _columns(values: Any, names: Sequence[str] | None, source: str) -> dict[str, np.ndarray]:
+    if isinstance(values, Mapping):
+        pairs = [(name, _plain(column)) for name, column in values.items()]
+    elif hasattr(values, "columns") and hasattr(values, "dtypes"):  # pandas, polars
+        own = [str(name) for name in values.columns]
+        unique(own, source)
+        get: Callable[[int], Any] = (
+            (lambda i: values.iloc[:, i]) if hasattr(values, "iloc") else values.to_series
+        )
+        pairs = [(name, _series(get(i))) for i, name in enumerate(own)]
+    elif hasattr(values, "column_names") and hasattr(values, "itercolumns"):  # pyarrow
+        pairs = [
+            (name, _arrow(column))
+            for name, column in zip(values.column_names, values.itercolumns(), strict=True)
+        ]
+        unique([name for name, _ in pairs], source)
+    else:
+        array = _plain(values)
+        if array.dtype.names:
+            pairs = [(name, array[name]) for name in array.dtype.names]
+        elif array.ndim == 2:
+            own = [f"x{i}" for i in range(array.shape[1])] if names is None else list(names)
+            if len(own) != array.shape[1]:
+                raise TableError(
+                    f"{source}: has {array.shape[1]} columns and {len(own)} names were given; "
+                    f"give one name per column"
+                )
+            unique(own, source)
+            pairs = [(name, array[:, i]) for i, name in enumerate(own)]
+        else:
+            raise TableError(
+                f"{source}: has {array.ndim} axes; give an array [rows, columns], a DataFrame or "
+                f"a mapping of columns"
+            )
+    return {str(name): column_of(str(name), values, source) for name, values in pairs}
+
+
+def column_of(name: str, values: np.ndarray, source: str) -> np.ndarray:
+    """Return a column in one of the two forms that a table holds."""
+    if values.ndim != 1:
+        raise TableError(f"{source}: column {name!r} has {values.ndim} axes; give one value a row")
+    if values.dtype.kind in "biuf":
+        return values
+    if values.dtype.kind in "OUST":
+        try:
+            return np.array(list(map(cell, values.tolist())), dtype=object)
+        except TypeError as error:
+            raise TableError(
+                f"{source}: column {name!r} holds {error}; give numbers or text"
+            ) from None
+    kind = {"M": "dates", "m": "time spans", "c": "complex numbers"}.get(
+        values.dtype.kind, str(values.dtype)
+    )
+    raise TableError(
+        f"{source}: column {name!r} holds {kind}; turn them into numbers, such as days since a "
+        f"fixed date"
+    )
+
+
+def unique(names: Sequence[str], source: str) -> None:
+    """Raise unless every column has a name of its own."""
+    seen: set[str] = set()
+    for position, name in enumerate(names, 1):
+        if not name:
+            raise TableError(
+                f"{source}: column {position} has no name; name every column in the header"
+            )
+        if name in seen:
+            raise TableError(f"{source}: column {name!r} is there twice; rename one of the two")
+        seen.add(name)
+
+
+def cell(value: Any) -> str | None:
+    """Return one value as text, or None where it is missing."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace").strip()
+    if isinstance(value, bool | np.bool_):
+        return "true" if value else "false"
+    if isinstance(value, abstract.Real | decimal.Decimal):
+        if value != value:
+            return None
+        number = float(value)
+        whole = number == int(number) if abs(number) < 2**53 else False
+        return str(int(number)) if whole else repr(number)
+    if type(value).__name__ in ("NAType", "NaTType"):
+        return None
+    raise TypeError(f"values of type {type(value).__name__}")
+
+
+def _number(value: str | None) -> float | None:
+    """Return the number that a text is, NaN for a missing value, None for other text."""
+    if value is None:
+        return math.nan
+    try:
+        return None if "_" in value else float(value)
+    except ValueError:
+        return None
+
+
+def _text(raw: np.ndarray, missing: frozenset[str]) -> np.ndarray:
+    return np.array([None if v in missing else v for v in raw], dtype=object)
+
+
+def _code(text: str | None, categories: Mapping[str, int], missing: frozenset[str]) -> int:
+    if text is None:
+        return -1
+    if text in categories:
+        return categories[text]
+    if text in missing:
+        return -1
+    return next((categories[same] for same in _spellings(text) if same in categories), -2)
+
+
+def _spellings(text: str) -> tuple[str, ...]:
+    """Return other ways to write a value: 3 for 3.0, True for true."""
+    if text.lower() in ("true", "false"):
+        return text.lower(), text.capitalize(), text.upper()
+    number = _number(text)
+    if number is None or not math.isfinite(number):
+        return ()
+    return (cell(number) or text,)
+
+
+def _plain(values: Any) -> np.ndarray:
+    """Return an array from an array, a tensor, a series or a list."""
+    if isinstance(values, np.ndarray):
+        return values
+    if hasattr(values, "isna") or hasattr(values, "is_null"):
+        return _series(values)
+    if hasattr(values, "detach"):
+        return np.asarray(values.detach().cpu().numpy())
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise TableError("a column holds rows of different lengths; give one value a row") from None
+    if array.dtype.kind in "US" and array.ndim == 1:  # numbers beside text became text
+        array = np.array(list(values), dtype=object)
+    return array
+
+
+def _series(series: Any) -> np.ndarray:
+    """Return a pandas or polars series as an array, missing values as None or NaN."""
+    if hasattr(series, "isna"):
+        absent = np.asarray(series.isna(), dtype=bool)
+        if getattr(series.dtype, "kind", "O") in "biuf":
+            if not absent.any() and series.dtype.kind != "b":
+                return np.asarray(series.to_numpy())
+            if series.dtype.kind != "b":
+                return np.asarray(series.to_numpy(dtype=np.float64, na_value=np.nan))
+        values = np.asarray(series.to_numpy())
+        if absent.any():
+            values = values.astype(object)
+            values[absent] = None
+        return values
+    return np.asarray(series.to_numpy())
+
+
+def _arrow(column: Any) -> np.ndarray:
+    """Return a pyarrow column as an array, missing values as None or NaN."""
+    values = column.to_numpy()
+    return np.asarray(values)
