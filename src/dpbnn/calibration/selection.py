@@ -1,0 +1,159 @@
+"""Private selection: the best of several posteriors, by noised sums of their scores."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpbnn.calibration.release import Budget, RowBlocks, check_targets, checked, release
+from dpbnn.predictive import ClassPredictive, Predictive
+from dpbnn.privacy.gate import Gate
+from dpbnn.privacy.ledger import Ledger
+from dpbnn.privacy.noise import NoiseSource
+from dpbnn.privacy.plan import Plan
+from dpbnn.privacy.statement import PrivacyStatement
+
+__all__ = ["Selection", "select"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """What `select` found.
+
+    Attributes:
+        name: of the candidate that was chosen: its key, or its position.
+        posterior: the candidate itself.
+        scores: noised mean scores by name, less the mean over the candidates; public.
+        noise_std: standard deviation of the noise in each of them.
+        privacy: the statement of all training runs and the selection together.
+    """
+
+    name: Any
+    posterior: Any
+    scores: dict[Any, float]
+    noise_std: float
+    privacy: PrivacyStatement
+
+
+def select(
+    candidates: Mapping[Any, Any] | Sequence[Any],
+    data: tuple[Any, Any],
+    epsilon: float | None = None,
+    delta: float | None = None,
+    *,
+    ledger: Ledger,
+    score: str = "log_prob",
+    plan: Plan | None = None,
+    samples: int = 100,
+    seed: int = 0,
+    noise: NoiseSource | None = None,
+) -> Selection:
+    """Choose among posteriors on held-out data, privately, so that the choice is accounted for.
+
+    A record contributes the vector of its scores s_i under the k candidates less their mean,
+
+        c_i = s_i - mean_j s_ij,   of norm sqrt(k)/2 at most,
+
+    and the candidate with the largest noised sum is chosen. A score is 1 for a right and 0 for a
+    wrong answer ("accuracy"), or the log-probability of the target, not further than 1/2 from the
+    record's median over the candidates, so that no outlier outweighs the others.
+
+    **Guarantee.** One release of the gate, recorded before it is made; zero-out moves it by at
+    most the clip. The choice and the scores are post-processing. The statement covers whatever the
+    ledger holds, so all candidates must have been trained on that ledger; one that was not is
+    refused where it can be told.
+
+    Args:
+        candidates: fitted posteriors or estimators, by name or in a list.
+        data: (inputs, targets) that were held out; see `calibration_split`.
+        epsilon: budget of the selection alone.
+        delta: its delta; by default the ledger's, or the posteriors'.
+        ledger: that of all the trainings.
+        score: "log_prob", or "accuracy" for classes.
+        plan: instead of epsilon, a plan of one step with sampling="full-batch", or an open plan.
+        samples: number of posterior draws in a prediction.
+        seed: of the draws.
+        noise: the source of noise; a new one from operating-system entropy by default.
+    """
+    named = dict(candidates if isinstance(candidates, Mapping) else enumerate(candidates))
+    if len(named) < 2:
+        raise ValueError(f"candidates: {len(named)} given; give at least 2 to choose from")
+    if score not in ("log_prob", "accuracy"):
+        raise ValueError(f"score={score!r}: must be 'log_prob' or 'accuracy'")
+    x, y = checked(data)
+    _check_ledger(named, ledger)
+    first = SimpleNamespace(privacy=_privacy(next(iter(named.values()))))
+    budget = Budget.of(first, len(x), epsilon, delta, plan, ledger, 1)
+    if budget.plan.steps != 1:
+        raise ValueError(f"plan: has {budget.plan.steps} steps; a selection needs one")
+    scores = torch.stack([_scores(c, x, y, score, samples, seed) for c in named.values()], 1)
+    if score == "log_prob":
+        middle = scores.median(1, keepdim=True).values
+        scores = torch.minimum(torch.maximum(scores, middle - 0.5), middle + 0.5)
+    centred = scores - scores.mean(1, keepdim=True)
+    gate = budget.gate(math.sqrt(len(named)) / 2 * (1 + 1e-3), "private selection", noise)
+    sums = release(gate, RowBlocks(len(x), len(named), lambda i, j: centred[i:j]))
+    means = dict(zip(named, (sums / len(x)).tolist(), strict=True))
+    chosen = max(means, key=means.__getitem__)
+    open_gate = not budget.plan.private
+    return Selection(
+        name=chosen,
+        posterior=named[chosen],
+        scores=means,
+        noise_std=0.0 if open_gate else gate.noise_multiplier * gate.clip / len(x),
+        privacy=_statement(named, gate, budget),
+    )
+
+
+def _scores(candidate: Any, x: Tensor, y: Tensor, score: str, samples: int, seed: int) -> Tensor:
+    """Return every record's score under one candidate, in float64."""
+    if hasattr(candidate, "predictive"):
+        predictive: Predictive = candidate.predictive(x)
+        if hasattr(candidate, "classes_"):
+            y = torch.as_tensor(candidate.numbers(y))
+    else:
+        predictive = candidate.predict(x, samples, seed=seed)
+    check_targets(predictive, y)
+    if score == "log_prob":
+        found = predictive.log_prob(y.to(predictive.mean.device)).double().clamp(min=-1e4)
+        return found.cpu()
+    if not isinstance(predictive, ClassPredictive):
+        raise ValueError("score='accuracy': the targets are real numbers; use 'log_prob'")
+    return (predictive.mode.cpu() == y.long().cpu()).double()
+
+
+def _privacy(candidate: Any) -> PrivacyStatement | None:
+    found = candidate.privacy_ if hasattr(candidate, "privacy_") else candidate.privacy
+    return PrivacyStatement.from_dict(found) if isinstance(found, dict) else found
+
+
+def _check_ledger(candidates: dict[Any, Any], ledger: Ledger) -> None:
+    """Refuse candidates whose releases cannot all be in the ledger."""
+    seen: dict[int, Any] = {}
+    for name, posterior in candidates.items():
+        statement = _privacy(posterior)
+        if statement is None or not statement.private:
+            continue
+        releases = sum(m["releases"] for m in statement.mechanisms)
+        other = seen.setdefault(releases, name)
+        if releases > ledger.releases or other != name:
+            raise ValueError(
+                f"candidate {name!r}: was not trained on this ledger, or not after the others; "
+                f"train all candidates with the same ledger= and pass it here"
+            )
+
+
+def _statement(candidates: dict[Any, Any], gate: Gate, budget: Budget) -> PrivacyStatement:
+    """Return the ledger's statement, or that of a candidate which is not private."""
+    known = [s for s in map(_privacy, candidates.values()) if s is not None]
+    unsafe = next((s for s in known if not s.private), None)
+    if unsafe is not None:
+        return unsafe
+    unit = {"unit": known[0].unit} if known else {}
+    return gate.statement(delta=budget.delta, tuning_runs=0, **unit)

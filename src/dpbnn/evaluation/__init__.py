@@ -1,0 +1,56 @@
+"""What predictions are worth: accuracy, calibration, selective prediction, diagnostics."""
+
+from dpbnn.evaluation.classification import (
+    Reliability,
+    accuracy,
+    brier,
+    classwise_ece,
+    ece,
+    global_gap,
+    mce,
+    mce_dropped_bins,
+    nll,
+    reliability,
+)
+from dpbnn.evaluation.diagnostics import Diagnostics, chain_diagnostics, diagnose
+from dpbnn.evaluation.regression import (
+    Coverage,
+    crps,
+    interval_coverage,
+    log_likelihood,
+    pit,
+    rmse,
+)
+from dpbnn.evaluation.resampling import Metric, bootstrap
+from dpbnn.evaluation.selective import RiskCoverage, ood_auroc, risk_coverage
+from dpbnn.evaluation.summary import Evaluation, Histogram, evaluate
+
+__all__ = [
+    "Coverage",
+    "Diagnostics",
+    "Evaluation",
+    "Histogram",
+    "Metric",
+    "Reliability",
+    "RiskCoverage",
+    "accuracy",
+    "bootstrap",
+    "brier",
+    "chain_diagnostics",
+    "classwise_ece",
+    "crps",
+    "diagnose",
+    "ece",
+    "evaluate",
+    "global_gap",
+    "interval_coverage",
+    "log_likelihood",
+    "mce",
+    "mce_dropped_bins",
+    "nll",
+    "ood_auroc",
+    "pit",
+    "reliability",
+    "risk_coverage",
+    "rmse",
+]

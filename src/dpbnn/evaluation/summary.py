@@ -1,0 +1,246 @@
+"""evaluate(): everything that can be said about predictions on test data, with intervals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from dpbnn.evaluation import classification, regression, selective
+from dpbnn.evaluation.classification import Reliability
+from dpbnn.evaluation.inputs import Classified, Floats, Integers, Targeted
+from dpbnn.evaluation.regression import LEVELS, Coverage
+from dpbnn.evaluation.resampling import Metric, Sums, resampled
+from dpbnn.evaluation.selective import RiskCoverage
+from dpbnn.predictive import RealPredictive
+
+__all__ = ["Evaluation", "Histogram", "evaluate"]
+
+SCHEMA = 1
+_CURVE = 200  # most points of a stored curve
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Histogram:
+    """Counts by bin.
+
+    Attributes:
+        edges: ends of the bins, [bins + 1].
+        counts: records in every bin.
+    """
+
+    edges: Floats
+    counts: Integers
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Evaluation:
+    """What predictions are worth on test data.
+
+    Attributes:
+        task: "classification" or "regression".
+        n: number of records.
+        metrics: by name, in the order of the table. Classification: accuracy, nll, brier, ece,
+            ece_mass, mce, classwise_ece, global_gap, mce_dropped_bins, aurc. Regression: rmse,
+            log_likelihood, crps.
+        level: probability of the bootstrap intervals.
+        reliability: confidence against accuracy, in 15 bins of equal width (classification).
+        confidence_histogram: of the largest probability, in 20 bins (classification).
+        risk_coverage: error rate among the most certain records, at most 200 points of the curve
+            (classification).
+        coverage: nominal and observed coverage of intervals (regression).
+        pit: histogram of the probability integral transform in 20 bins (regression).
+    """
+
+    task: str
+    n: int
+    metrics: dict[str, Metric]
+    level: float = 0.95
+    reliability: Reliability | None = None
+    confidence_histogram: Histogram | None = None
+    risk_coverage: RiskCoverage | None = None
+    coverage: tuple[Coverage, ...] = ()
+    pit: Histogram | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON; NaN is None, infinity the text "inf"."""
+        return {"schema": SCHEMA, **_plain(self)}
+
+    def to_json(self) -> str:
+        """Return the evaluation as JSON."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Evaluation:
+        """Rebuild an evaluation from `to_dict`."""
+        values = dict(values)
+        schema = values.pop("schema", None)
+        if schema != SCHEMA:
+            raise ValueError(
+                f"schema={schema!r}: this version reads evaluations of schema {SCHEMA}"
+            )
+        kinds: dict[str, type] = {
+            "reliability": Reliability,
+            "confidence_histogram": Histogram,
+            "risk_coverage": RiskCoverage,
+            "pit": Histogram,
+        }
+        for name, kind in kinds.items():
+            if values[name] is not None:
+                values[name] = _curve(kind, values[name])
+        values["metrics"] = {n: _numbers(Metric, m) for n, m in values["metrics"].items()}
+        values["coverage"] = tuple(_numbers(Coverage, c) for c in values["coverage"])
+        return cls(**values)
+
+    @classmethod
+    def from_json(cls, text: str) -> Evaluation:
+        """Rebuild an evaluation from `to_json`."""
+        return cls.from_dict(json.loads(text))
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.task.capitalize()} on {self.n} records, {self.level:.0%} bootstrap intervals"
+        ]
+        lines += [f"  {LABELS[name]:<38}{metric}" for name, metric in self.metrics.items()]
+        for row in self.coverage:
+            share = Metric(row.observed, row.low, row.high)
+            name = f"{row.nominal:.0%} interval, coverage"
+            lines.append(f"  {name:<38}{share}   mean width {row.width:.4g}")
+        return "\n".join(lines)
+
+
+LABELS = {
+    "accuracy": "accuracy",
+    "nll": "log-loss (NLL)",
+    "brier": "Brier score",
+    "ece": "calibration error (ECE, 15 bins)",
+    "ece_mass": "calibration error (ECE, equal mass)",
+    "mce": "maximum calibration error (MCE)",
+    "classwise_ece": "classwise calibration error",
+    "global_gap": "|accuracy - mean confidence|",
+    "mce_dropped_bins": "MCE with dropped bins (20 bins)",
+    "aurc": "area under risk-coverage (AURC)",
+    "rmse": "root mean squared error (RMSE)",
+    "log_likelihood": "log-likelihood per record",
+    "crps": "CRPS",
+}
+"""What the metrics are called in tables."""
+
+_RANGES = {
+    **dict.fromkeys(LABELS, (0.0, 1.0)),
+    "brier": (0.0, 2.0),
+    **dict.fromkeys(("nll", "rmse", "crps"), (0.0, math.inf)),
+    "log_likelihood": (-math.inf, math.inf),
+}
+
+
+def evaluate(
+    predictive: Any, y: Any, *, resamples: int = 1000, level: float = 0.95, seed: int = 0
+) -> Evaluation:
+    """Return all metrics of a prediction, with bootstrap intervals and the data of the diagrams.
+
+    Test labels that are private make every number here a release that nobody has accounted for.
+
+    Args:
+        predictive: from `posterior.predict(x)`; or class probabilities [N, K].
+        y: labels [N] from 0 to K - 1, or targets [N] or [N, D].
+        resamples: of the bootstrap; 0 leaves the intervals out.
+        level: probability of the intervals.
+        seed: of the bootstrap.
+    """
+    options = {"resamples": resamples, "level": level, "seed": seed}
+    if isinstance(predictive, RealPredictive):
+        return _regression(Targeted.of(predictive, y), options)
+    return _classification(Classified.of(predictive, y), options)
+
+
+def _classification(c: Classified, options: dict[str, Any]) -> Evaluation:
+    width = classification.edges_of(c.confidence, 15, "width")
+    mass = classification.edges_of(c.confidence, 15, "mass")
+    metrics: dict[str, Callable[[Sums], Floats]] = {
+        "accuracy": lambda sums: classification.accuracies(c, sums),
+        "nll": lambda sums: classification.nlls(c, sums),
+        "brier": lambda sums: classification.briers(c, sums),
+        "ece": lambda sums: classification.eces(c, sums, width),
+        "ece_mass": lambda sums: classification.eces(c, sums, mass),
+        "mce": lambda sums: classification.mces(c, sums, width),
+        "classwise_ece": lambda sums: classification.classwise_eces(c, sums, 15),
+        "global_gap": lambda sums: classification.global_gaps(c, sums),
+        "mce_dropped_bins": lambda sums: classification.dropped_mces(c, sums, 20),
+        "aurc": lambda sums: selective.aurcs(c, sums),
+    }
+    curve = selective.risk_coverage_of(c, "confidence")
+    kept = np.unique(np.linspace(0, len(c) - 1, min(len(c), _CURVE)).round().astype(int))
+    return Evaluation(
+        task="classification",
+        n=len(c),
+        metrics=resampled(metrics, len(c), ranges=_RANGES, **options),
+        level=options["level"],
+        reliability=classification.reliability_of(c, width),
+        confidence_histogram=_histogram(c.confidence),
+        risk_coverage=RiskCoverage(curve.coverage[kept], curve.risk[kept], curve.aurc),
+    )
+
+
+def _regression(t: Targeted, options: dict[str, Any]) -> Evaluation:
+    densities, scores = regression.log_densities(t), regression.scores(t)
+    ranks = regression.ranks(t)
+    inside = {level: t.per_record(regression.covered(ranks, level)) for level in LEVELS}
+    metrics: dict[str, Callable[[Sums], Floats]] = {
+        "rmse": lambda sums: regression.rmses(t, sums),
+        "log_likelihood": lambda sums: sums.mean(densities),
+        "crps": lambda sums: sums.mean(scores),
+    }
+    for level in LEVELS:
+        metrics[str(level)] = lambda sums, level=level: sums.mean(inside[level])  # type: ignore[misc]
+    ranges = {**_RANGES, **{str(level): (0.0, 1.0) for level in LEVELS}}
+    found = resampled(metrics, len(t), ranges=ranges, **options)
+    shares = {level: found.pop(str(level)) for level in LEVELS}
+    return Evaluation(
+        task="regression",
+        n=len(t),
+        metrics=found,
+        level=options["level"],
+        coverage=tuple(
+            Coverage(level, m.value, m.low, m.high, regression.width(t, level))
+            for level, m in shares.items()
+        ),
+        pit=_histogram(ranks.reshape(-1)),
+    )
+
+
+def _histogram(values: Floats) -> Histogram:
+    counts, edges = np.histogram(np.clip(values, 0, 1), bins=20, range=(0, 1))
+    return Histogram(edges, counts)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        return {field.name: _plain(getattr(value, field.name)) for field in fields}
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (tuple, np.ndarray)):
+        return [_plain(item) for item in (value.tolist() if hasattr(value, "tolist") else value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
+
+
+def _numbers(kind: type, values: dict[str, Any]) -> Any:
+    return kind(**{k: math.nan if v is None else float(v) for k, v in values.items()})
+
+
+def _curve(kind: type, values: dict[str, Any]) -> Any:
+    return kind(
+        **{
+            name: np.array([math.nan if v is None else v for v in value])
+            if isinstance(value, list)
+            else float(value)
+            for name, value in values.items()
+        }
+    )

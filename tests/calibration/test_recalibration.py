@@ -1,0 +1,233 @@
+"""Private temperature scaling: derivatives, temperatures found, costs, neighbours."""
+
+import json
+import math
+
+import pytest
+import torch
+from calibration_cases import classes, reals, trained
+
+import dpbnn
+from dpbnn import evaluation as ev
+from dpbnn.calibration import RecalibratedPosterior, temperature, tempered
+from dpbnn.predictive import ClassPredictive, RealPredictive
+
+
+def slope(predictive, y, t):
+    _, derivative, _ = temperature._derivative(predictive, y)
+    return derivative(0, len(y), t)[:, 0]
+
+
+@pytest.mark.parametrize("t", [0.3, 1.0, 4.0])
+def test_what_a_record_contributes_is_the_derivative_of_its_log_loss(t):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.double)
+
+    cases = [
+        (ClassPredictive.from_logits(3 * normal(6, 9, 4)), torch.arange(9) % 4, 1),
+        (RealPredictive(normal(6, 9), normal(6, 9).square() + 0.1), normal(9), 1),
+        (RealPredictive(normal(6, 9, 2), normal(6, 9, 2).square() + 0.1), normal(9, 2), 2),
+    ]
+    for predictive, y, outputs in cases:
+        step = 1e-5
+        ends = [-tempered(predictive, t * math.exp(s)).log_prob(y) for s in (-step, step)]
+        expected = (ends[1] - ends[0]) / (2 * step) / outputs
+        assert slope(predictive, y, t) == pytest.approx(expected, abs=1e-6)
+
+
+def test_tempering_scales_logits_or_the_variance():
+    logits = torch.randn(3, 8, 4)
+    found = tempered(ClassPredictive.from_logits(logits), 2.0)
+    assert found.probabilities.allclose((logits / 2).softmax(-1), atol=1e-6)
+    real = RealPredictive(torch.randn(3, 8), torch.rand(3, 8) + 0.5)
+    found = tempered(real, 4.0)
+    assert found.mean.allclose(real.mean, atol=1e-6)
+    assert found.variance.allclose(4 * real.variance, rtol=1e-4)
+    assert tempered(real, 1.0).log_prob(real.mean).allclose(real.log_prob(real.mean), atol=1e-5)
+    sure = tempered(ClassPredictive(torch.tensor([[[0.0, -math.inf]]])), 5.0)
+    assert sure.mean.tolist() == [[1.0, 0.0]]
+    with pytest.raises(ValueError, match="temperature=0"):
+        tempered(real, 0)
+
+
+@pytest.mark.parametrize(("make", "truth", "tolerance"), [(classes, 2.5, 0.2), (reals, 4.0, 0.3)])
+def test_the_true_temperature_is_found(make, truth, tolerance):
+    """epsilon 1 on 3000 records. The standard error of log T is about 0.05; tolerance over 4 of it.
+
+    The same test rejects a posterior that was left as it is.
+    """
+    posterior, data = make()
+    found = dpbnn.recalibrate(posterior, data, 1.0, 1e-5)
+
+    def close(value):
+        return abs(math.log(value / truth)) < tolerance
+
+    assert close(found.temperature)
+    assert not close(1.0)
+    _, (x, y) = make(seed=1)
+    before, after = (ev.evaluate(p.predict(x), y, resamples=0) for p in (posterior, found))
+    if make is classes:
+        assert after.metrics["ece"].value < 0.05 < before.metrics["ece"].value
+        assert after.metrics["accuracy"].value == before.metrics["accuracy"].value
+    else:
+        assert abs(after.coverage[2].observed - 0.9) < 0.05 < abs(before.coverage[2].observed - 0.9)
+
+
+def test_without_noise_it_is_the_temperature_of_least_log_loss():
+    posterior, (x, y) = classes(500)
+    plan = dpbnn.open_plan(n=500, steps=20, sampling="full-batch")
+    found = dpbnn.recalibrate(posterior, (x, y), plan=plan)
+    best = found.temperature
+    loss = [ev.nll(tempered(posterior.predict(x), best * s), y) for s in (0.99, 1.0, 1.01)]
+    assert loss[1] == min(loss)
+    assert not found.privacy.private
+    assert "without noise" in found.privacy.reason
+
+
+def test_blocks_do_not_matter(monkeypatch):
+    posterior, data = classes(300)
+    plan = dpbnn.open_plan(n=300, steps=12, sampling="full-batch")
+    whole = dpbnn.recalibrate(posterior, data, plan=plan).temperature
+    monkeypatch.setattr("dpbnn.calibration.release._ROWS", 70)
+    assert dpbnn.recalibrate(posterior, data, plan=plan).temperature == whole
+
+
+def test_the_ledger_is_charged_and_the_statement_covers_training_too():
+    posterior, data = classes(1000, privacy=trained())
+    ledger = dpbnn.Ledger(delta=1e-5, epsilon=2.0)
+    found = dpbnn.recalibrate(posterior, data, 0.5, ledger=ledger)
+    assert ledger.releases == temperature.STEPS
+    assert ledger.epsilon() == pytest.approx(0.5, rel=0.01)
+    assert [m["label"] for m in found.privacy.mechanisms] == ["sgld", "recalibration"]
+    alone = trained()
+    assert alone.epsilon < found.privacy.epsilon < alone.epsilon + 0.5
+    # A second one adds up, and training is not counted twice.
+    again = dpbnn.recalibrate(found, data, 0.5, ledger=ledger)
+    assert [m["releases"] for m in again.privacy.mechanisms] == [50, 16]
+    assert again.privacy.epsilon > found.privacy.epsilon
+
+
+@pytest.mark.parametrize("make", [dpbnn.recalibrate, dpbnn.conformalize])
+def test_two_alike_in_ledgers_of_their_own_are_counted_twice(make):
+    """The second release looks exactly like the first, which its ledger does not hold."""
+    posterior, data = classes(300, privacy=trained())
+    once = make(posterior, data, 0.5)
+    steps = once.privacy.mechanisms[-1]["releases"]
+    posterior.privacy = once.privacy
+    twice = make(posterior, data, 0.5)
+    assert [m["releases"] for m in twice.privacy.mechanisms] == [50, 2 * steps]
+    assert twice.privacy.epsilon > once.privacy.epsilon > trained().epsilon
+
+
+def test_a_ledger_that_holds_the_training_states_it_once():
+    x, y = torch.randn(400, 5), torch.randint(3, (400,))
+    train, held = dpbnn.calibration_split(400)
+    ledger = dpbnn.Ledger(epsilon=3.0, delta=1e-5, accountant="rdp")
+    plan = dpbnn.plan(epsilon=2.0, delta=1e-5, n=320, batch_size=32, steps=10, accountant="rdp")
+    posterior = dpbnn.fit(
+        torch.nn.Linear(5, 3), (x[train], y[train]), method=dpbnn.SGD(), plan=plan, ledger=ledger
+    )
+    found = dpbnn.recalibrate(posterior, (x[held], y[held]), 0.5, ledger=ledger)
+    assert found.privacy.epsilon == pytest.approx(ledger.epsilon())
+    assert ledger.releases == 10 + temperature.STEPS
+    assert found.privacy.epsilon <= 3.0
+
+
+def test_what_was_trained_without_privacy_stays_not_private():
+    statement = dpbnn.PrivacyStatement.not_private()
+    posterior, data = classes(200, privacy=statement)
+    assert not dpbnn.recalibrate(posterior, data, 1.0, 1e-5).privacy.private
+    posterior, data = classes(200)
+    found = dpbnn.recalibrate(posterior, data, 1.0, 1e-5).privacy
+    assert any("training of the model is not part" in caveat for caveat in found.caveats)
+    seeded = dpbnn.NoiseSource.seeded(0)
+    found = dpbnn.recalibrate(posterior, data, 1.0, 1e-5, noise=seeded).privacy
+    assert not found.private
+    assert "debug" in found.reason
+
+
+def test_nothing_is_spent_on_bad_data_or_beyond_the_budget():
+    posterior, (x, y) = classes(100)
+    ledger = dpbnn.Ledger(epsilon=0.5, delta=1e-5)
+    bad = x.clone()
+    bad[3, 0] = math.nan
+    for data, options, error, message in (
+        ((x, y + 5), {"epsilon": 0.1}, ValueError, "labels"),
+        ((bad, y), {"epsilon": 0.1}, ValueError, "NaN"),
+        ((x, y[:50]), {"epsilon": 0.1}, ValueError, "one target"),
+        ((x[:0], y[:0]), {"epsilon": 0.1}, ValueError, "at least one"),
+        ((x, y), {}, ValueError, "give one of them"),
+        ((x, y), {"plan": dpbnn.open_plan(n=7, steps=1, sampling="full-batch")}, ValueError, "n=7"),
+        ((x, y), {"epsilon": 2.0}, dpbnn.BudgetExceeded, "over the budget"),
+    ):
+        with pytest.raises(error, match=message):
+            dpbnn.recalibrate(posterior, data, ledger=ledger, **options)
+    plan = dpbnn.plan(
+        epsilon=0.1, delta=1e-5, n=100, steps=8, sampling="full-batch", relation="replace-one"
+    )
+    with pytest.raises(ValueError, match="the plan has replace-one"):
+        dpbnn.recalibrate(posterior, (x, y), plan=plan, ledger=ledger)
+    with pytest.raises(ValueError, match="delta: missing"):
+        dpbnn.recalibrate(posterior, (x, y), 0.1)
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        dpbnn.recalibrate(reals(100)[0], (x, bad[:, 0]), 0.1, ledger=ledger)
+    assert ledger.releases == 0
+
+
+def temperature_of(data, relation="zero-out"):
+    posterior, _ = classes(1)
+    ledger = dpbnn.Ledger(relation=relation)
+    return dpbnn.recalibrate(posterior, data, 1.0, 1e-5, ledger=ledger).temperature
+
+
+def test_neighbours_move_no_release_by_more_than_its_sensitivity():
+    """A record that is very wrong and very sure, zeroed out, then replaced by one that is right."""
+    posterior, (x, y) = classes(60)
+    x[7] *= 10
+    y[7] = posterior.predict(x[7:8]).mean.argmin()
+    found = dpbnn.replay(temperature_of, (x, y), 7)
+    assert len(found.distances) == temperature.STEPS
+    assert found.check().worst == pytest.approx(1, rel=1e-3)
+    other = y.clone()
+    other[7] = posterior.predict(x[7:8]).mode[0]
+    found = dpbnn.replay(lambda d: temperature_of(d, "replace-one"), (x, y), (x, other))
+    assert 0.4 < found.check().worst <= 1 + 1e-5
+
+
+def test_replay_sees_a_temperature_that_skips_the_gate(monkeypatch):
+    def raw(gate, contributions):
+        return sum(chunk.weighted_sum(torch.ones(chunk.batch_size))["value"]
+                   for chunk in contributions.chunks())  # fmt: skip
+
+    monkeypatch.setattr(temperature, "release", raw)
+    posterior, (x, _) = classes(1)
+    right, wrong = posterior.predict(x).mode, posterior.predict(x).mean.argmin(-1)
+    with pytest.raises(dpbnn.PrivacyBug, match="result differs"):
+        dpbnn.replay(temperature_of, (x, right), (x, wrong)).check()
+
+
+def test_it_can_be_saved():
+    posterior, data = classes(200, privacy=trained())
+    found = dpbnn.recalibrate(posterior, data, 1.0)
+    again = RecalibratedPosterior.from_dict(json.loads(found.to_json()), posterior)
+    assert again.to_dict() == found.to_dict()
+    x = data[0][:5]
+    assert again.predict(x).mean.equal(found.predict(x).mean)
+    assert again.likelihood is posterior.likelihood
+    with pytest.raises(ValueError, match="schema 1"):
+        RecalibratedPosterior.from_dict({}, posterior)
+
+
+def test_the_split_is_a_function_of_public_numbers():
+    train, held = dpbnn.calibration_split(1000, 0.3, seed=5)
+    assert (len(train), len(held)) == (700, 300)
+    assert sorted(torch.cat([train, held]).tolist()) == list(range(1000))
+    again = dpbnn.calibration_split(1000, 0.3, seed=5)
+    assert held.equal(again[1])
+    assert not held.equal(dpbnn.calibration_split(1000, 0.3, seed=6)[1])
+    assert [len(part) for part in dpbnn.calibration_split(2, 0.01)] == [1, 1]
+    for n, fraction in ((1, 0.5), (10, 1.0), (10, 0)):
+        with pytest.raises(ValueError, match="must"):
+            dpbnn.calibration_split(n, fraction)
