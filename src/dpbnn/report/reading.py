@@ -1,0 +1,203 @@
+"""A privacy statement in plain language."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dpbnn.privacy.plan import round_up
+from dpbnn.privacy.relation import Relation
+from dpbnn.privacy.statement import PrivacyStatement
+
+__all__ = ["Reading", "guess_chance", "percent_up", "read", "small", "statement_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What the page says about privacy.
+
+    Attributes:
+        banner: "", "NOT PRIVATE" or "DEBUG: NOT PRIVATE".
+        reason: why there is no guarantee.
+        epsilon: epsilon, rounded up.
+        delta: delta.
+        approximate: whether epsilon is no bound.
+        chance: the best chance of an attacker's guess at even odds.
+        protects: what is protected, one paragraph.
+        meaning: what epsilon means, one paragraph.
+        odds_of_failure: what delta means, one sentence.
+        tuning: what is known of tuning runs.
+        assumptions: what the guarantee rests on.
+        uncovered: what it does not cover.
+        caveats: remarks of the statement itself.
+        details: name and value of the technical facts.
+        mechanisms: one row per kind of release.
+    """
+
+    banner: str
+    reason: str = ""
+    epsilon: str = ""
+    delta: str = ""
+    approximate: bool = False
+    chance: float = 1.0
+    protects: str = ""
+    meaning: str = ""
+    odds_of_failure: str = ""
+    tuning: str = ""
+    assumptions: tuple[str, ...] = ()
+    uncovered: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
+    details: tuple[tuple[str, str], ...] = ()
+    mechanisms: tuple[Mapping[str, Any], ...] = ()
+
+
+def guess_chance(epsilon: float, delta: float) -> float:
+    """Return the largest chance of guessing right which of two neighbours was used, at even odds.
+
+    TPR <= e^eps FPR + delta, and the same of the complements, give (e^eps + delta)/(1 + e^eps); for
+    delta = 0 that is 1/(1 + e^-eps).
+    """
+    if epsilon > 700:
+        return 1.0
+    return min((1 + delta * math.exp(-epsilon)) / (1 + math.exp(-epsilon)), 1.0)
+
+
+def percent_up(share: float) -> str:
+    """Return a share in percent, never below it, with the decimals that keep it below 100."""
+    for digits in range(1, 5):
+        scale = 10**digits
+        if (up := math.ceil(share * 100 * scale - 1e-9) / scale) < 100:
+            return f"{up:.{digits}f}\N{NO-BREAK SPACE}%"
+    return "100\N{NO-BREAK SPACE}%"
+
+
+def statement_of(privacy: PrivacyStatement | Mapping[str, Any]) -> PrivacyStatement:
+    """Return the statement, from its `to_dict()` where that was given."""
+    if isinstance(privacy, PrivacyStatement):
+        return privacy
+    return PrivacyStatement.from_dict(dict(privacy))
+
+
+def small(value: float) -> str:
+    """Return a small number without padding in its exponent, such as 1e-5."""
+    return f"{value:g}".replace("e-0", "e-")
+
+
+def read(privacy: PrivacyStatement | Mapping[str, Any]) -> Reading:
+    """Put a statement, or its `to_dict()`, in plain language."""
+    statement = statement_of(privacy)
+    if not statement.private:
+        debug = statement.reason.startswith("debug")
+        reason = statement.reason.removeprefix("debug: not private, ")
+        return Reading(banner="DEBUG: NOT PRIVATE" if debug else "NOT PRIVATE", reason=reason)
+    approximate = statement.accountant == "gdp-clt"
+    chance = guess_chance(statement.epsilon, statement.delta)
+    return Reading(
+        banner="",
+        epsilon=round_up(statement.epsilon),
+        delta=small(statement.delta),
+        approximate=approximate,
+        chance=chance,
+        protects=_protects(statement),
+        meaning=_meaning(statement, chance, approximate),
+        odds_of_failure=(
+            f"Delta is for bad luck: except with probability {small(statement.delta)}, "
+            f"the run behaves as if epsilon held without exception."
+        ),
+        tuning=_tuning(statement.tuning_runs),
+        assumptions=(
+            *(f"Public, not protected: {item}." for item in statement.public),
+            f"Noise and sampling: {statement.randomness}.",
+            "Every release is in the run's ledger, and nothing else that depends on the training "
+            "data was published.",
+        ),
+        uncovered=_uncovered(statement),
+        caveats=tuple(_sentence(caveat) for caveat in statement.caveats),
+        details=(
+            ("epsilon", ("about " if approximate else "") + round_up(statement.epsilon)),
+            ("delta", small(statement.delta)),
+            ("unit", statement.unit),
+            ("neighbouring datasets", f"{statement.relation}"),
+            ("accountant", f"{statement.accountant} ({statement.accountant_version})"),
+            ("covers", "; ".join(statement.covers)),
+        ),
+        mechanisms=statement.mechanisms,
+    )
+
+
+def _protects(statement: PrivacyStatement) -> str:
+    unit = statement.unit
+    bound = "about" if statement.accountant == "gdp-clt" else "at most"
+    factor = "e^epsilon"
+    if statement.epsilon < 20:
+        factor += f" = {round_up(math.exp(statement.epsilon), 3)}"
+    event = {
+        Relation.ZERO_OUT: f"{unit} of the training data was used or left blank",
+        Relation.ADD_REMOVE: f"{unit} was in the training data or not",
+        Relation.REPLACE_ONE: f"{unit} of the training data was this one or any other",
+    }[statement.relation or Relation.ZERO_OUT]
+    return (
+        f"Whether {event}: the chance of any model, posterior or prediction that could come out "
+        f"changes by a factor of {bound} {factor}, apart from delta. This holds for every record, "
+        f"whatever else an attacker knows."
+    )
+
+
+def _meaning(statement: PrivacyStatement, chance: float, approximate: bool) -> str:
+    question = (
+        "which of two records was used"
+        if statement.relation is Relation.REPLACE_ONE
+        else "whether one given record was used"
+    )
+    bound = "about" if approximate else "at most"
+    text = (
+        f"Think of someone who knows every other record, all settings and the finished model, and "
+        f"who bets on {question}, at even odds. Tossing a coin is right in 50 % of such bets. "
+        f"With this epsilon the best possible strategy is right in {bound} {percent_up(chance)}."
+    )
+    if chance >= 0.99:
+        text += " That is close to certainty: at this epsilon the guarantee alone promises little."
+    return text
+
+
+def _uncovered(statement: PrivacyStatement) -> tuple[str, ...]:
+    lines = [
+        "Test records. The figures on this page are computed from them and from the private model; "
+        "the guarantee is for the training data only.",
+        "What is true of people in general. A model may reveal that a disease is common in some "
+        "group, whether or not a given person took part.",
+    ]
+    if statement.unit == "one record":
+        lines.append(
+            "People with several records. The guarantee is for one record at a time; for a person "
+            "with k records epsilon is up to k times as large, and delta grows too."
+        )
+    lines.append(
+        "The computer that trained: its memory, its timing, copies of the raw data, and attacks on "
+        "the last bits of floating-point noise."
+    )
+    return tuple(lines)
+
+
+def _tuning(runs: int | None) -> str:
+    if runs is None:
+        return (
+            "It was not declared how many other runs on this data chose the settings. If there "
+            "were any, what they reveal is not part of epsilon."
+        )
+    if runs == 0:
+        return "No other run on this data chose the settings, as declared by who ran this one."
+    runs_were = "1 other run" if runs == 1 else f"{runs} other runs"
+    return (
+        f"{runs_were} on this data chose the settings, as declared. What they reveal is no part of "
+        f"epsilon, unless they are among the releases listed below."
+    )
+
+
+def _sentence(text: str) -> str:
+    text = text.strip()
+    if text.split(" ", 1)[0].isalpha():
+        text = text[:1].upper() + text[1:]
+    return text + ("" if text.endswith((".", "!", "?")) else ".")

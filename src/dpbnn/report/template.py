@@ -1,0 +1,86 @@
+"""What all pages share: the templates, short forms of values, and writing whole files."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+import dpbnn
+from dpbnn.report import charts
+from dpbnn.report.reading import Reading, percent_up
+
+__all__ = ["environment", "facts", "hero", "replace", "short"]
+
+_ADVICE = (
+    "Treat the model, and everything that comes out of it, as confidential as the data it was "
+    "trained on. The figures on this page say nothing about privacy."
+)
+_MOST_ITEMS = 40
+
+
+@functools.cache
+def environment() -> jinja2.Environment:
+    """Return the templates; everything put into them is escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("dpbnn.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["short"] = short
+    environment.globals["generator"] = dpbnn.__version__
+    return environment
+
+
+def hero(reading: Reading | None) -> dict[str, Any]:
+    """Return what stands in the box at the top: a sentence and a drawing, or advice."""
+    if reading is None or reading.banner:
+        return {"lead": "", "guess": "", "advice": _ADVICE}
+    bound = "about" if reading.approximate else "at most"
+    return {
+        "lead": f"Whoever bets on whether one record was used in training wins {bound} "
+        f"{percent_up(reading.chance)} of the time, against 50 % by tossing a coin.",
+        "guess": charts.guess(reading.chance, reading.approximate),
+        "advice": "",
+    }
+
+
+def facts(values: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """Return names and values as text."""
+    return [(str(name), short(value)) for name, value in (values or {}).items()]
+
+
+def short(value: Any) -> str:
+    """Return a value as a reader wants it: floats with six digits, lists with commas."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, Mapping):
+        value = [f"{key}: {short(item)}" for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        more = [f"and {len(value) - _MOST_ITEMS} more"] if len(value) > _MOST_ITEMS else []
+        return ", ".join([*(short(item) for item in value[:_MOST_ITEMS]), *more])
+    return str(value)
+
+
+def replace(path: Path, text: str) -> Path:
+    """Write `text` to a file beside `path`, then move it there."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(text.encode("utf-8", "replace"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path

@@ -1,0 +1,123 @@
+"""Pages that the tests of the report share."""
+
+import dataclasses
+
+import numpy as np
+import torch
+
+import dpbnn
+from dpbnn import report
+from dpbnn.evaluation import chain_diagnostics, evaluate
+from dpbnn.predictive import ClassPredictive, RealPredictive
+
+EVIL = "<script>alert('x')</script>"
+LONG = "a_column_with_a_very_long_name_that_nobody_ever_thought_of_breaking_anywhere_at_all"
+
+CLASS_SECTIONS = [
+    *("privacy", "metrics", "reliability", "confidence", "risk-coverage", "examples"),
+    *("diagnostics", "settings", "versions", "hashes", "verify"),
+]
+REAL_SECTIONS = [
+    *("privacy", "metrics", "coverage", "pit", "intervals", "band", "examples"),
+    *("settings", "versions", "hashes", "verify"),
+]
+
+
+def statement(epsilon=1.0, **changes):
+    event = dpbnn.Poisson(1000, 50).event(2.0, 100)
+    found = dpbnn.PrivacyStatement.of(
+        [event], delta=1e-5, epsilon=epsilon, labels=["sgld"], clip=1.5
+    )
+    return dataclasses.replace(found, **changes)
+
+
+def class_predictive(n=120, classes=3, draws=40):
+    generator = torch.Generator().manual_seed(0)
+    centre = 2 * torch.randn(n, classes, generator=generator)
+    return ClassPredictive.from_logits(centre + torch.randn(draws, n, classes, generator=generator))
+
+
+def class_labels(predictive):
+    generator = torch.Generator().manual_seed(1)
+    return torch.multinomial(predictive.mean, 1, generator=generator).squeeze(1).numpy()
+
+
+def real_predictive(n=80, draws=30):
+    generator = torch.Generator().manual_seed(2)
+    x = torch.linspace(-2, 2, n, dtype=torch.double)
+    tilt = 0.3 * torch.randn(draws, 1, generator=generator, dtype=torch.double)
+    return x.numpy(), RealPredictive(torch.sin(x) + tilt * x, 0.04)
+
+
+def class_page(**changes):
+    predictive = class_predictive()
+    y = class_labels(predictive)
+    images = np.random.default_rng(3).random((len(y), 8, 8))
+    page = report.RunPage(
+        privacy=statement(),
+        evaluation=evaluate(predictive, y, resamples=50),
+        title=f"Three classes {EVIL}",
+        settings={"method": "sgld", EVIL: EVIL, "model": {"hidden": [64, 32], LONG: 1 / 3}},
+        versions={"dpbnn": dpbnn.__version__, "torch": torch.__version__},
+        hashes={"posterior.safetensors": "0123456789abcdef" * 4},
+        diagnostics=chain_diagnostics(predictive.log_probabilities[None, :, :20]),
+        examples=report.select_examples(
+            predictive, y, images=images, classes=["no", EVIL, LONG], count=2
+        ),
+        test_data_public=True,
+        ledger="run/ledger.jsonl",
+        created="2025-01-31",
+    )
+    return dataclasses.replace(page, **changes)
+
+
+def real_page(**changes):
+    x, predictive = real_predictive()
+    y = np.sin(x)
+    page = report.RunPage(
+        privacy=statement(0.5),
+        evaluation=evaluate(predictive, y, resamples=50),
+        title="A curve",
+        settings={"method": "sgld"},
+        examples=report.select_examples(
+            predictive, y, rows=[{EVIL: float(v), LONG: LONG} for v in x], count=2
+        ),
+        band=report.band(
+            predictive, x, x_label=EVIL, y_label="height", points=(x, y), truth=np.sin(x)
+        ),
+        bayesian={
+            "kind": "bayesian-privacy-estimate",
+            "epsilon_mu": 0.123,
+            "dp": statement().to_dict(),
+        },
+        test_data_public=True,
+    )
+    return dataclasses.replace(page, **changes)
+
+
+def rows(with_open=True):
+    predictive = class_predictive()
+    found = evaluate(predictive, class_labels(predictive), resamples=50)
+    kept = [
+        report.ComparisonRow(method, statement(epsilon), found, note=EVIL)
+        for method in ("sgld", LONG, "bbp")
+        for epsilon in (0.5, 2.0)
+    ]
+    if with_open:
+        kept.append(report.ComparisonRow("sgld", dpbnn.PrivacyStatement.not_private(), found))
+    return kept
+
+
+def pages():
+    """Every kind of page, by name, with the sections it must have."""
+    return {
+        "classes": (report.render(class_page()), CLASS_SECTIONS),
+        "real": (report.render(real_page()), REAL_SECTIONS),
+        "open": (
+            report.render(
+                class_page(privacy=dpbnn.PrivacyStatement.not_private(), test_data_public=False)
+            ),
+            CLASS_SECTIONS,
+        ),
+        "comparison": (report.render_comparison(rows()), ["privacy", "runs", "charts"]),
+    }
