@@ -14,21 +14,63 @@ SOURCE = Path(dpbnn.__file__).parent
 # A room may import itself and the rooms named after it.
 BELOW = {
     "privacy": set(),
+    "calibration": {"privacy", "contributions", "predictive"},
     "contributions": {"privacy", "likelihoods", "networks"},
+    "data": {"privacy", "contributions"},
+    "evaluation": {"likelihoods", "predictive"},
     "likelihoods": {"predictive"},
+    "mixtures": set(),
     "networks": set(),
     "predictive": set(),
     "priors": set(),
-    "posteriors": {"predictive", "likelihoods", "networks", "", "__version__"},
-    "methods": {"privacy", "contributions", "likelihoods", "networks", "priors", "posteriors"},
+    "report": {"privacy", "predictive", ""},
+    "posteriors": {"predictive", "likelihoods", "mixtures", "networks", "", "__version__"},
+    "moments": {"contributions", "likelihoods", "mixtures", "posteriors", "priors"},
+    "methods": {
+        "privacy",
+        "contributions",
+        "likelihoods",
+        "mixtures",
+        "moments",
+        "networks",
+        "priors",
+        "posteriors",
+    },
     "training": {
         "privacy",
         "contributions",
         "likelihoods",
+        "mixtures",
         "networks",
         "priors",
         "posteriors",
         "methods",
+        "",
+    },
+    "estimators": {
+        "privacy",
+        "data",
+        "evaluation",
+        "likelihoods",
+        "methods",
+        "networks",
+        "posteriors",
+        "predictive",
+        "priors",
+        "training",
+        "",
+    },
+    "runs": {"privacy", "data", "estimators", "", "__version__"},
+    "reproduce": {
+        "privacy",
+        "contributions",
+        "data",
+        "likelihoods",
+        "methods",
+        "posteriors",
+        "priors",
+        "report",
+        "training",
         "",
     },
 }
@@ -103,9 +145,10 @@ import dpbnn
 for name in dpbnn.__all__:
     getattr(dpbnn, name)
 dpbnn.plan(noise_multiplier=1.0, delta=1e-5, n=100, batch_size=10, steps=10)
+import tempfile
 from dpbnn.cli import main
 try:
-    main(['demo'])
+    main(['demo', '--out', tempfile.mkdtemp() + '/demo'])
 except SystemExit as stop:
     assert not stop.code
 """
@@ -116,7 +159,7 @@ def test_type_checkers_and_users_see_the_same_names():
     tree = ast.parse((SOURCE / "__init__.py").read_text())
     block = next(n for n in tree.body if isinstance(n, ast.If))
     static = {alias.asname or alias.name for n in block.body for alias in n.names}
-    assert static == {*dpbnn._MODULE_OF, "contributions"}
+    assert static == {*dpbnn._MODULE_OF, *dpbnn._CALLABLE, *dpbnn._ROOMS}
     assert set(dir(dpbnn)) == {*static, "__version__"}
 
 

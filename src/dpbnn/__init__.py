@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 _EXPORTS = {
+    "dpbnn.calibration": ("calibration_split", "conformalize", "recalibrate", "select"),
     "dpbnn.contributions": ("DenseContributions", "UnsupportedModel", "attach"),
+    "dpbnn.estimators": ("PrivateBayesClassifier", "PrivateBayesRegressor"),
+    "dpbnn.evaluation": ("Evaluation", "evaluate"),
     "dpbnn.methods": (
+        "ADF",
         "BBP",
+        "EP",
+        "SEP",
+        "EM",
         "SGD",
         "SGHMC",
         "SGLD",
@@ -25,12 +32,16 @@ _EXPORTS = {
         "dropout_precision",
         "dropout_weight_decay",
     ),
+    "dpbnn.mixtures": ("GaussianMixture",),
     "dpbnn.networks": ("cnn", "mlp", "to_gaussian"),
     "dpbnn.posteriors": ("Posterior",),
     "dpbnn.predictive": ("Predictive",),
     "dpbnn.priors": ("Flat", "Gaussian", "Laplace", "ScaleMixture"),
     "dpbnn.privacy.accountants": ("ACCOUNTANTS",),
     "dpbnn.privacy.audit": ("PrivacyBug", "Replay", "replay"),
+    "dpbnn.privacy.bayesian": ("BayesianAccountant",),
+    "dpbnn.privacy.bayesian_costs": ("attack_probability", "pair_distances"),
+    "dpbnn.privacy.bayesian_estimate": ("BayesianPrivacyEstimate",),
     "dpbnn.privacy.events": ("Event", "UnsupportedEvent"),
     "dpbnn.privacy.gate": ("Gate",),
     "dpbnn.privacy.langevin": (
@@ -54,13 +65,14 @@ _EXPORTS = {
     "dpbnn.training": ("fit", "load"),
 }
 _CALLABLE = ("contributions",)  # a subpackage that is a function as well
+_ROOMS = ("calibration", "data", "evaluation")  # subpackages that are used by their own name
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
-__all__ = [*sorted((*_MODULE_OF, *_CALLABLE)), "__version__"]
+__all__ = [*sorted((*_MODULE_OF, *_CALLABLE, *_ROOMS)), "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _CALLABLE:
+    if name in (*_CALLABLE, *_ROOMS):
         return importlib.import_module(f"dpbnn.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'dpbnn' has no attribute {name!r}")
@@ -74,14 +86,22 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from dpbnn import calibration, data, evaluation
+    from dpbnn.calibration import calibration_split, conformalize, recalibrate, select
     from dpbnn.contributions import (
         DenseContributions,
         UnsupportedModel,
         attach,
         contributions,
     )
+    from dpbnn.estimators import PrivateBayesClassifier, PrivateBayesRegressor
+    from dpbnn.evaluation import Evaluation, evaluate
     from dpbnn.methods import (
+        ADF,
         BBP,
+        EM,
+        EP,
+        SEP,
         SGD,
         SGHMC,
         SGLD,
@@ -91,12 +111,16 @@ if TYPE_CHECKING:
         dropout_precision,
         dropout_weight_decay,
     )
+    from dpbnn.mixtures import GaussianMixture
     from dpbnn.networks import cnn, mlp, to_gaussian
     from dpbnn.posteriors import Posterior
     from dpbnn.predictive import Predictive
     from dpbnn.priors import Flat, Gaussian, Laplace, ScaleMixture
     from dpbnn.privacy.accountants import ACCOUNTANTS
     from dpbnn.privacy.audit import PrivacyBug, Replay, replay
+    from dpbnn.privacy.bayesian import BayesianAccountant
+    from dpbnn.privacy.bayesian_costs import attack_probability, pair_distances
+    from dpbnn.privacy.bayesian_estimate import BayesianPrivacyEstimate
     from dpbnn.privacy.events import Event, UnsupportedEvent
     from dpbnn.privacy.gate import Gate
     from dpbnn.privacy.langevin import (

@@ -10,6 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import dpbnn
+from dpbnn.commands.comparing import compare_command
+from dpbnn.commands.demo import demo_command
+from dpbnn.commands.evaluating import evaluate_command, report_command
+from dpbnn.commands.predicting import predict_command
+from dpbnn.commands.schemas import schema_group
+from dpbnn.commands.training import fit_command
+from dpbnn.reproduce.command import reproduce_command
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,6 +30,13 @@ _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 @click.version_option(dpbnn.__version__, prog_name="dpbnn")
 def cli() -> None:
     """Differentially private Bayesian neural networks."""
+
+
+for _command in (
+    schema_group, fit_command, predict_command, evaluate_command, report_command, compare_command,
+    demo_command, reproduce_command,
+):  # fmt: skip
+    cli.add_command(_command)
 
 
 @cli.command("plan")
@@ -54,7 +68,7 @@ def plan_command(as_json: bool, **arguments: Any) -> None:
     if as_json:
         click.echo(json.dumps({**plan.to_dict(), "epsilons": plan.epsilons()}, indent=2))
         return
-    _print(plan_table(plan))
+    print_table(plan_table(plan))
 
 
 @cli.command("account")
@@ -89,43 +103,6 @@ def account_command(ledger: Path, delta: float | None, as_json: bool) -> None:
     click.echo(str(statement))
 
 
-@cli.command("demo")
-def demo_command() -> None:
-    r"""Train a private Bayesian classifier on scikit-learn's digits and state its guarantee.
-
-    \b
-    Example:
-      dpbnn demo
-    """
-    import functools
-
-    import torch
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-
-    images, labels = load_digits(return_X_y=True)
-    x, x_test, y, y_test = train_test_split(
-        images / 16, labels, stratify=labels, test_size=0.25, random_state=0
-    )
-    plan = dpbnn.plan(epsilon=3.0, delta=1e-5, n=len(x), batch_size=128, epochs=30)
-    click.echo(f"Digits: {len(x)} training images of {x.shape[1]} pixels.")
-    _print(plan_table(plan))
-    method = dpbnn.SGLD(learning_rate=2 / len(x))
-    prior = dpbnn.Gaussian(1.0)
-    model = functools.partial(dpbnn.mlp, 64, (64,), 10)
-    posterior = dpbnn.fit(model, (x, y), "categorical", prior, method, plan, tuning_runs=1)
-    predictive = posterior.predict(x_test)
-    truth = torch.as_tensor(y_test)
-    right = predictive.mode == truth
-    click.echo(
-        f"Test accuracy {right.double().mean():.3f}, negative log-likelihood "
-        f"{-predictive.log_prob(truth).mean():.3f} on {len(truth)} images; epistemic uncertainty "
-        f"{predictive.epistemic[right].mean():.3f} where right, "
-        f"{predictive.epistemic[~right].mean():.3f} where wrong."
-    )
-    click.echo(str(posterior.privacy))
-
-
 def plan_table(plan: Plan) -> Table:
     """Return the plan as a table, with epsilon by every accountant and noise against signal."""
     from rich.table import Table
@@ -157,14 +134,18 @@ def _round_up(value: float) -> str:
     return round_up(value)
 
 
-def _print(table: Table) -> None:
+def print_table(table: Table) -> None:
+    """Print a table as wide as the terminal."""
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else 100, highlight=False).print(table)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command; bad input is one line on standard error and exit code 2."""
+    """Run the command; an error is one line on standard error.
+
+    Exit codes: 0 success; 1 the budget does not hold the run; 2 bad input; 130 interrupted.
+    """
     try:
         code = cli.main(args=arguments, prog_name="dpbnn", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -173,9 +154,12 @@ def main(arguments: list[str] | None = None) -> None:
     except click.ClickException as error:
         click.echo(f"dpbnn: {error.format_message().rstrip('.')}; see 'dpbnn --help'", err=True)
         code = 2
-    except click.Abort:
+    except (click.Abort, KeyboardInterrupt):
         code = 130
-    except (ValueError, dpbnn.BudgetExceeded, dpbnn.LedgerCorrupted) as error:
+    except dpbnn.BudgetExceeded as error:
+        click.echo(f"dpbnn: {error}", err=True)
+        code = 1
+    except (ValueError, dpbnn.LedgerCorrupted) as error:
         click.echo(f"dpbnn: {error}", err=True)
         code = 2
     except OSError as error:

@@ -14,7 +14,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,13 @@ from torch import Tensor, nn
 
 from dpbnn import likelihoods, posteriors
 from dpbnn.likelihoods import Likelihood
-from dpbnn.methods.base import Method, Problem, Process
+from dpbnn.methods.base import Method, OpenProcess, Problem, Process
+from dpbnn.mixtures import GaussianMixture, checked_points
 from dpbnn.networks import LearnedNoise
 from dpbnn.posteriors import Posterior
 from dpbnn.priors import Gaussian, Prior
 from dpbnn.privacy.accountants import accountant
+from dpbnn.privacy.bayesian import BayesianAccountant
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
@@ -44,7 +46,7 @@ _BLOCK = 50  # releases that are written to the ledger at once
 
 def fit(
     model: nn.Module | Callable[[], nn.Module],
-    data: tuple[Any, Any],
+    data: Any,
     likelihood: str | Likelihood = "categorical",
     prior: Prior | None = None,
     method: Method | None = None,
@@ -61,6 +63,7 @@ def fit(
     tuning_runs: int | None = None,
     progress: bool | None = None,
     debug_seed: int | None = None,
+    accountants: Sequence[BayesianAccountant] = (),
 ) -> Posterior:
     """Train a Bayesian network on a plan and return its posterior.
 
@@ -71,10 +74,11 @@ def fit(
 
     Args:
         model: a network (copied, left as it was), or a function that makes one, run under `seed`.
-        data: (inputs, targets), tensors or arrays with one row per record.
+        data: (inputs, targets), tensors or arrays with one row per record; inputs alone, or
+            (inputs, None), for a `GaussianMixture`.
         likelihood: "categorical", "gaussian", "heteroscedastic", or a likelihood object.
         prior: of the weights; standard normal by default.
-        method: SGD, SGLD, SGHMC, BBP, VI or MCDropout settings.
+        method: settings of a method, such as SGD, SGLD, SGHMC, BBP, VI, MCDropout or SEP.
         plan: from `dpbnn.plan`, or `dpbnn.open_plan` for training without privacy.
         ledger: where releases are recorded; by default one in `out`, or in memory.
         out: folder for checkpoints, ledger and keys; None keeps nothing on disk.
@@ -88,6 +92,8 @@ def fit(
         tuning_runs: how many other runs on this data chose the settings, for the statement.
         progress: show a progress bar; by default on a terminal.
         debug_seed: seeds noise and sampling; the statement then says "debug: not private".
+        accountants: Bayesian accountants that observe the clipped norms of every release. What
+            they estimate is raw: it is in no statement and in nothing that is saved.
     """
     if method is None or plan is None:
         raise ValueError(
@@ -100,8 +106,11 @@ def fit(
         network = copy.deepcopy(model) if isinstance(model, nn.Module) else model()
         if device is not None:
             network = network.to(device)
-        if isinstance(likely, likelihoods.Gaussian) and likely.noise_std is None:
+        learned = isinstance(likely, likelihoods.Gaussian) and likely.noise_std is None
+        if learned and not method.own_noise:
             network, likely = _learned_noise(network), likelihoods.HeteroscedasticGaussian()
+        if isinstance(network, GaussianMixture):
+            data, likely = checked_points(data, network, on_bad_rows), likelihoods.Mixture()
         network = method.prepared(network)
         place = next(network.parameters()).device
         x, y = _checked_data(data, network, likely, plan.n, place, on_bad_rows)
@@ -109,7 +118,7 @@ def fit(
             method, settled, clip, likely, prior, network, x, y,
             ledger=ledger, out=None if out is None else Path(out), resume=resume,
             microbatch_size=microbatch_size, debug_seed=debug_seed,
-            every=checkpoint_every or max(1, settled.steps // 20),
+            every=checkpoint_every or max(1, settled.steps // 20), accountants=accountants,
         )  # fmt: skip
         with run.opened():
             run.train(sys.stderr.isatty() if progress is None else progress)
@@ -242,6 +251,7 @@ class _Run:
     every: int
     microbatch_size: int | None
     debug_seed: int | None
+    accountants: Sequence[BayesianAccountant] = ()
 
     def __post_init__(self) -> None:
         plan, method = self.plan, self.method
@@ -305,6 +315,8 @@ class _Run:
                 f"relation: the plan has {self.plan.relation} and the ledger {ledger.relation}; "
                 f"give the plan the ledger's"
             )
+        for observer in self.accountants:
+            observer.begin(self.plan, ledger.spent(self.name) if self.resume else ())
         if self.step == 0:
             ledger.check(self.plan.own_events)
         if self.ledger is None and not ledger.releases:
@@ -319,6 +331,7 @@ class _Run:
             label=self.name,
             step=self.step,
             charged=self._charged(ledger) if same else (),
+            watchers=[observer.watch for observer in self.accountants],
         )
         try:
             self.process.ready()
@@ -360,18 +373,24 @@ class _Run:
     def _one(self, batch: Tensor) -> None:
         sigma = self.sigmas[self.step]
         if not self.gate.reserved:
-            ahead = self.sigmas[self.step : self.step + _BLOCK]
+            # Under a budget all at once: runs that share it must not use it up between them.
+            block = _BLOCK if self.gate.ledger.budget is None else self.plan.steps
+            ahead = self.sigmas[self.step : self.step + block]
             same = next((i for i, s in enumerate(ahead) if s != sigma), len(ahead))
             self.gate.reserve(same, sigma)
         records = batch.to(self.x.device)
         contributions = self.process.contribute(self.x[records], self.y[records])
         release = self.gate(contributions, noise_multiplier=sigma, records=batch)
         self.process.update(release)
+        if isinstance(self.process, OpenProcess) and not self.plan.private:
+            self.process.visit(self.x[records], self.y[records], batch)
         self.step += 1
 
     def posterior(self, tuning_runs: int | None) -> Posterior:
         """Return the posterior with its statement."""
         statement = self.gate.statement(delta=self.plan.delta, tuning_runs=tuning_runs)
+        for observer in self.accountants:
+            observer.dp = statement
         return self.process.posterior(privacy=statement, prior=self.prior, settings=self.settings)
 
     @functools.cached_property
@@ -487,7 +506,7 @@ def _deferred_interrupt() -> Iterator[Callable[[], bool]]:
 def _bar(plan: Plan, start: int, wanted: bool) -> Iterator[Callable[[int], None]]:
     """Show steps, an upper bound on the epsilon spent so far, and the time left.
 
-    On a terminal that is a bar, elsewhere a line eight times in a run.
+    On a terminal that is a bar, elsewhere a line four times in a run.
     """
     if not wanted:
         yield lambda step: None
@@ -495,7 +514,8 @@ def _bar(plan: Plan, start: int, wanted: bool) -> Iterator[Callable[[int], None]
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    marks = {math.ceil(plan.steps * i / 8): "" for i in range(1, 9)}
+    marks = {math.ceil(plan.steps * i / 4): 0.0 for i in (1, 2, 3)}
+    marks[plan.steps] = round_up(plan.epsilon, 3) if plan.private else math.inf
     columns = (
         TextColumn("training"),
         BarColumn(),

@@ -1,0 +1,5 @@
+"""`python -m dpbnn`: the same as the command `dpbnn`."""
+
+from dpbnn.cli import main
+
+main()

@@ -1,0 +1,195 @@
+"""dpbnn compare: methods and budgets side by side, paid for together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dpbnn.commands.reading import read
+from dpbnn.commands.say import Speaker, speaking
+from dpbnn.commands.training import (
+    fitted,
+    read_training_table,
+    settings_of,
+    table_options,
+    training_options,
+)
+
+if TYPE_CHECKING:
+    from dpbnn.privacy.plan import Plan
+
+__all__ = ["compare_command"]
+
+_PATH = click.Path(path_type=Path)
+
+
+@click.command("compare")
+@click.argument("table", type=_PATH)
+@table_options
+@click.option("--methods", default="sgld,bbp", show_default=True, help="Names, with commas.")
+@click.option("--epsilons", required=True, help="Budgets of single runs, such as 0.5,1,2.")
+@click.option("--test", type=_PATH, required=True, help="The table that all are evaluated on.")
+@training_options
+@click.option("--out", type=_PATH, required=True, help="The folder to be made: a run directory "
+              "for each, their ledger, and compare.html.")  # fmt: skip
+@click.option("--yes", is_flag=True, help="Spend the composed budget that is shown.")
+@speaking
+def compare_command(
+    table: Path,
+    methods: str,
+    epsilons: str,
+    test: Path,
+    out: Path,
+    yes: bool,
+    ledger: Path | None,
+    quiet: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    r"""Compare methods and budgets on one table; all runs together spend a composed budget.
+
+    \b
+    Example:
+      dpbnn compare train.csv --schema schema.toml --methods sgld,bbp --epsilons 0.5,1,2 \
+        --test test.csv --out comparison/ --yes
+    """
+    import dpbnn
+    from dpbnn.estimators.recipes import METHODS
+    from dpbnn.privacy.plan import round_up
+
+    speaker = Speaker(quiet, as_json)
+    cells = [(method, epsilon) for method in _names(methods) for epsilon in _budgets(epsilons)]
+    if out.exists():
+        raise ValueError(f"{out}: exists already; give another folder")
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"{out}: its parent is no folder; make that one first")
+    with speaker.warnings():
+        schema, x, y = read_training_table(table, options, private=True)
+        tested = read(test, options)
+        schema.encode(tested, target=True)
+    for method, _ in cells:
+        if schema.classes is not None and not METHODS[method].classifies:
+            raise ValueError(f"--methods {method}: is for regression; leave it out")
+    plans = [_plan(len(x), epsilon, options, ledger) for _, epsilon in cells]
+    total = dpbnn.compose(*plans)
+    speaker.say(f"{table}: {len(x)} rows; {len(cells)} runs: {_shown(cells)}.")
+    speaker.say(
+        f"Together they spend epsilon {round_up(total.epsilon)} at delta {total.delta:g} "
+        f"(composed by {total.accountant})."
+    )
+    if not yes:
+        raise ValueError(
+            f"--yes: missing; all {len(cells)} runs would spend epsilon {round_up(total.epsilon)} "
+            f"at delta {total.delta:g}, add --yes to go on"
+        )
+    if ledger is not None and ledger.exists():
+        dpbnn.Ledger(ledger).check(total.events)
+    out.mkdir()
+    book = ledger or out / "ledger.jsonl"
+    rows = []
+    for (method, epsilon), plan in zip(cells, plans, strict=True):
+        speaker.say(f"{method} at epsilon {epsilon:g}")
+        rows.append(
+            _run(schema, x, y, tested, method, epsilon, plan, out, book, table, speaker, options)
+        )
+    _finish(rows, total, out, book, speaker)
+
+
+def _run(
+    schema: Any,
+    x: Any,
+    y: Any,
+    tested: Any,
+    method: str,
+    epsilon: float,
+    plan: Plan,
+    out: Path,
+    book: Path,
+    table: Path,
+    speaker: Speaker,
+    options: dict[str, Any],
+) -> Any:
+    """Fit and evaluate one cell of the comparison, and return its row."""
+    import dpbnn
+    from dpbnn import report
+    from dpbnn.commands.evaluating import evaluated, page
+    from dpbnn.runs import REPORT, Run, new_run
+
+    name = f"{method}-{epsilon:g}"
+    with speaker.warnings(), new_run(out / name, overwrite=False, ledger=book) as workspace:
+        estimator = fitted(
+            schema, x, y, method, epsilon, lambda: dpbnn.Ledger(book), speaker, options
+        )
+        settings = {"table": table.name, "method": method, "epsilon": epsilon}
+        workspace.save(estimator, schema, {**settings, **settings_of(options)})
+    run = Run.open(out / name)
+    _, _, evaluation = evaluated(run, tested)
+    run.write_metrics(evaluation.to_dict())
+    report.write(page(run, evaluation), run.folder / REPORT)
+    speaker.say(evaluation)
+    own = plan.statement(
+        labels=[method] * len(plan.events), clip=estimator.posterior_.settings["clip"]
+    )
+    return report.ComparisonRow(method, own, evaluation, report=f"{name}/{REPORT}")
+
+
+def _finish(rows: list[Any], total: Any, out: Path, book: Path, speaker: Speaker) -> None:
+    import dpbnn
+    from dpbnn import report
+
+    statement = dpbnn.Ledger(book).statement(delta=total.delta, tuning_runs=0)
+    written = report.write_comparison(rows, out / "compare.html", total=statement)
+    speaker.say(f"Wrote {written}. Choosing one of the runs by these figures is not accounted for.")
+    speaker.say(statement)
+    speaker.result(
+        {
+            "report": str(written),
+            "privacy": statement.to_dict(),
+            "runs": [
+                {
+                    "method": row.method,
+                    "epsilon": row.privacy.epsilon,
+                    "evaluation": row.evaluation.to_dict(),
+                }
+                for row in rows
+            ],
+        }
+    )
+
+
+def _plan(n: int, epsilon: float, options: dict[str, Any], ledger: Path | None) -> Plan:
+    import dpbnn
+    from dpbnn.estimators import recipes
+
+    delta = options["delta"]
+    if delta is None and ledger is not None and ledger.exists():
+        budget = dpbnn.Ledger(ledger).budget
+        delta = None if budget is None else budget[1]
+    delta = recipes.default_delta(n) if delta is None else delta
+    return recipes.settled_plan(n, epsilon, delta, options["batch_size"], options["epochs"])
+
+
+def _names(methods: str) -> list[str]:
+    from dpbnn.estimators.recipes import METHODS
+
+    names = list(dict.fromkeys(name.strip() for name in methods.split(",")))
+    for name in names:
+        if name not in METHODS:
+            raise ValueError(f"--methods {name}: must be among {', '.join(METHODS)}")
+    return names
+
+
+def _budgets(epsilons: str) -> list[float]:
+    try:
+        values = list(dict.fromkeys(float(part) for part in epsilons.split(",")))
+    except ValueError:
+        values = []
+    if not values or not all(0 < value < float("inf") for value in values):
+        raise ValueError(f"--epsilons {epsilons}: must be numbers above 0, such as 0.5,1,2")
+    return values
+
+
+def _shown(cells: list[tuple[str, float]]) -> str:
+    return ", ".join(f"{method} at {epsilon:g}" for method, epsilon in cells)

@@ -1,0 +1,102 @@
+"""dpbnn demo: a private classifier of the bundled digits, with its report."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dpbnn.commands.say import Speaker, speaking
+
+__all__ = ["demo_command"]
+
+_MARK = "dpbnn demo"
+_TUNING_RUNS = 57  # on the digits, among those that chose the library's defaults
+
+
+@click.command("demo")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("demo"), show_default=True,
+              help="The run directory; an earlier demo there is replaced.")  # fmt: skip
+@speaking
+def demo_command(out: Path, quiet: bool, as_json: bool) -> None:
+    r"""Train a private Bayesian classifier on scikit-learn's digits and write its report.
+
+    \b
+    Example:
+      dpbnn demo
+    """
+    import dpbnn
+    from dpbnn import report
+    from dpbnn.cli import plan_table, print_table
+    from dpbnn.commands.evaluating import page
+    from dpbnn.data import Column, Schema
+    from dpbnn.runs import REPORT, Run, new_run
+
+    speaker = Speaker(quiet, as_json)
+    _clear(out)
+    pixels = tuple(Column(f"pixel{i}", bounds=(0.0, 16.0)) for i in range(64))
+    schema = Schema(pixels, Column("digit", categories=tuple("0123456789")))
+    x, x_test, y, y_test = _digits()
+    with new_run(out, overwrite=False) as workspace:
+        speaker.say(f"Digits: {len(x)} training images of {x.shape[1]} pixels.")
+        classifier = dpbnn.PrivateBayesClassifier(
+            epsilon=3.0,
+            delta=1e-5,
+            bounds=(0, 16),
+            classes=range(10),
+            ledger=dpbnn.Ledger(workspace.ledger),
+            tuning_runs=_TUNING_RUNS,
+            random_state=0,
+            progress=speaker.progress,
+        )
+        classifier.fit(x, y)
+        if speaker.progress:
+            print_table(plan_table(classifier.plan_))
+        workspace.save(classifier, schema, {"made by": _MARK, "method": "sgld", "epsilon": 3.0})
+    run = Run.open(out)
+    predictive = classifier.predictive(x_test)
+    evaluation = classifier.evaluate(x_test, y_test)
+    run.write_metrics(evaluation.to_dict())
+    examples = report.select_examples(
+        predictive, y_test, images=x_test.reshape(-1, 8, 8) / 16, classes=schema.classes or ()
+    )
+    written = report.write(
+        _shown(page(run, evaluation, test_data_public=True), examples), run.folder / REPORT
+    )
+    right = predictive.mode.numpy() == y_test
+    speaker.say(evaluation)
+    speaker.say(
+        f"Epistemic uncertainty {predictive.epistemic[right].mean():.3f} nats where right, "
+        f"{predictive.epistemic[~right].mean():.3f} where wrong."
+    )
+    speaker.say(classifier.privacy_)
+    speaker.say(f"Wrote {written}: open it in a browser.")
+    speaker.result({"run": str(out), "report": str(written), **evaluation.to_dict()})
+
+
+def _digits() -> Any:
+    """Return training and test images and labels, split at a fixed seed."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    images, labels = load_digits(return_X_y=True)
+    return train_test_split(images, labels, stratify=labels, test_size=0.25, random_state=0)
+
+
+def _shown(contents: Any, examples: Any) -> Any:
+    import dataclasses
+
+    return dataclasses.replace(contents, title="Handwritten digits", examples=examples)
+
+
+def _clear(out: Path) -> None:
+    """Remove an earlier demo, whose data is public; anything else stays."""
+    import json
+
+    manifest = out / "manifest.json"
+    if manifest.is_file():
+        settings = json.loads(manifest.read_text()).get("settings", {})
+        if settings.get("made by") == _MARK:
+            shutil.rmtree(out)

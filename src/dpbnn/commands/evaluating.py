@@ -1,0 +1,147 @@
+"""dpbnn evaluate and dpbnn report: what a run is worth, as numbers and as a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dpbnn.commands.reading import read, reading_options
+from dpbnn.commands.say import Speaker, speaking
+
+if TYPE_CHECKING:
+    from dpbnn.data import Table
+    from dpbnn.evaluation import Evaluation
+    from dpbnn.predictive import Predictive
+    from dpbnn.report import RunPage
+    from dpbnn.runs import Run
+
+__all__ = ["evaluate_command", "evaluated", "page", "report_command"]
+
+_PATH = click.Path(path_type=Path)
+_NOTE = "These figures are computed from the test data, which they do not protect."
+
+
+@click.command("evaluate")
+@click.argument("run", type=_PATH)
+@click.argument("table", type=_PATH)
+@reading_options
+@click.option("--report", type=_PATH, help="The page [default: report.html in the run].")
+@click.option("--test-data-public", is_flag=True,
+              help="Single test records may be shown in the report.")  # fmt: skip
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@speaking
+def evaluate_command(
+    run: Path,
+    table: Path,
+    report: Path | None,
+    test_data_public: bool,
+    device: str,
+    quiet: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    r"""Evaluate a run on a test table: metrics.json and report.html in the run directory.
+
+    \b
+    Example:
+      dpbnn evaluate run/ test.csv --report report.html
+    """
+    from dpbnn import report as reports
+    from dpbnn.runs import REPORT, Run
+
+    speaker = Speaker(quiet, as_json)
+    with speaker.warnings():
+        opened = Run.open(run, device)
+        rows = read(table, options)
+        predictive, truth, evaluation = evaluated(opened, rows)
+    opened.write_metrics(evaluation.to_dict())
+    contents = page(opened, evaluation, test_data_public=test_data_public)
+    if test_data_public:
+        contents = _with_records(contents, opened, rows, predictive, truth)
+    written = reports.write(contents, report or opened.folder / REPORT)
+    speaker.say(evaluation)
+    speaker.say(_NOTE)
+    speaker.say(f"Wrote {opened.folder / 'metrics.json'} and {written}.")
+    speaker.result({"run": str(run), "report": str(written), **evaluation.to_dict()})
+
+
+@click.command("report")
+@click.argument("run", type=_PATH)
+@click.option("--out", type=_PATH, help="The page [default: report.html in the run].")
+@speaking
+def report_command(run: Path, out: Path | None, quiet: bool, as_json: bool) -> None:
+    r"""Write a run's page again from what is stored; single test records are not stored.
+
+    \b
+    Example:
+      dpbnn report run/ --out report.html
+    """
+    from dpbnn import report as reports
+    from dpbnn.runs import REPORT, Run
+
+    speaker = Speaker(quiet, as_json)
+    opened = Run.open(run)
+    written = reports.write(page(opened, opened.metrics), out or opened.folder / REPORT)
+    speaker.say(f"Wrote {written}.")
+    speaker.result({"run": str(run), "report": str(written)})
+
+
+def evaluated(run: Run, rows: Table) -> tuple[Predictive, Any, Evaluation]:
+    """Return predictions, targets in their own units and their evaluation."""
+    from dpbnn.evaluation import evaluate
+
+    x, y = run.schema.encode(rows, target=True)
+    truth = y if run.schema.classes is not None else run.schema.decode_target(y)
+    predictive = run.estimator.predictive(x)
+    return predictive, truth, evaluate(predictive, truth)
+
+
+def page(run: Run, evaluation: Any, *, test_data_public: bool = False) -> RunPage:
+    """Return the page of a run, without any test record."""
+    from dpbnn import report as reports
+    from dpbnn.commands.bands import band_along
+
+    settings = {**run.manifest["settings"], "model": run.estimator.posterior_.settings}
+    return reports.RunPage(
+        privacy=run.manifest["privacy"],
+        evaluation=evaluation,
+        title=f"{run.schema.task.capitalize()} of {run.schema.target.name}",
+        settings=settings,
+        versions=run.manifest["versions"],
+        hashes=run.manifest["hashes"],
+        diagnostics=run.estimator.diagnostics_,
+        band=band_along(run.schema, run.estimator.predictive),
+        test_data_public=test_data_public,
+        ledger=run.ledger,
+        created=run.manifest["created"][:10],
+    )
+
+
+def _with_records(
+    contents: RunPage, run: Run, rows: Table, predictive: Predictive, truth: Any
+) -> RunPage:
+    """Return the page with the most and least certain test records."""
+    import dataclasses
+
+    from dpbnn import report as reports
+
+    names = [column.name for column in run.schema.columns]
+    records = _Records(rows, names)
+    classes = run.schema.classes or ()
+    examples = reports.select_examples(predictive, truth, rows=records, classes=classes)
+    return dataclasses.replace(contents, examples=examples)
+
+
+class _Records:
+    """Rows of a table as mappings, made when they are asked for."""
+
+    def __init__(self, table: Table, names: list[str]) -> None:
+        self.table, self.names = table, names
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {name: self.table.raw(name)[row] for name in self.names}
+
+    def __len__(self) -> int:
+        return self.table.n

@@ -1,0 +1,43 @@
+"""Options of commands that read a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from dpbnn.data import Table
+
+__all__ = ["read", "reading_options"]
+
+
+def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options that say how a text file is written."""
+    options = (
+        click.option("--encoding", default="utf-8", show_default=True, help="Of text files."),
+        click.option("--separator", help="Between values [default: found from the first lines]."),
+        click.option("--decimal", default=".", show_default=True, help="Decimal point."),
+        click.option("--names", help="Names of the columns, with commas, where a text file has no "
+                     "header."),
+    )  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def read(table: Path, options: dict[str, Any]) -> Table:
+    """Read a table as the options say."""
+    from dpbnn.data import read_table
+
+    names = options["names"]
+    return read_table(
+        table,
+        header=names is None,
+        names=None if names is None else [name.strip() for name in names.split(",")],
+        separator=options["separator"],
+        decimal=options["decimal"],
+        encoding=options["encoding"],
+    )

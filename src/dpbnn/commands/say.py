@@ -1,0 +1,56 @@
+"""What commands print: text for people, or one JSON object for programs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+
+__all__ = ["Speaker", "speaking"]
+
+
+class Speaker:
+    """Prints text unless told to be quiet or to print JSON.
+
+    Args:
+        quiet: print nothing but warnings.
+        as_json: print one JSON object, given by `result`, and nothing else on standard output.
+    """
+
+    def __init__(self, quiet: bool, as_json: bool) -> None:
+        self.quiet, self.as_json = quiet, as_json
+
+    @property
+    def progress(self) -> bool:
+        """Whether training shows how far it is."""
+        return not self.quiet and not self.as_json
+
+    def say(self, text: object = "") -> None:
+        """Print a line or more for a person."""
+        if self.progress:
+            click.echo(str(text))
+
+    def result(self, values: dict[str, Any]) -> None:
+        """Print the result for a program."""
+        if self.as_json:
+            click.echo(json.dumps(values, indent=2, allow_nan=False))
+
+    @contextlib.contextmanager
+    def warnings(self) -> Iterator[None]:
+        """Print warnings as lines on standard error, each once."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+        shown = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+        for text in dict.fromkeys(shown):
+            click.echo(f"dpbnn: warning: {text}", err=True)
+
+
+def speaking(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command --quiet and --json."""
+    command = click.option("--quiet", is_flag=True, help="Print nothing but warnings.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)

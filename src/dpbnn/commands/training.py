@@ -1,0 +1,201 @@
+"""dpbnn fit: from a table and a budget to a run directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dpbnn.commands.reading import read, reading_options
+from dpbnn.commands.say import Speaker, speaking
+
+if TYPE_CHECKING:
+    from dpbnn.data import Schema
+    from dpbnn.estimators.base import PrivateBayes
+
+__all__ = [
+    "fit_command",
+    "fitted",
+    "read_training_table",
+    "settings_of",
+    "table_options",
+    "training_options",
+]
+
+_PATH = click.Path(path_type=Path)
+_ABOUT = ("schema", "target", "bounds", "task")
+_READING = ("encoding", "separator", "decimal", "names")
+
+
+def table_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options that say what a table holds."""
+    options = (
+        click.option("--schema", type=_PATH, help="The schema, in TOML; see 'dpbnn schema draft'."),
+        click.option("--target", help="The column to be predicted, where there is no schema."),
+        click.option("--bounds", type=_PATH, help="TOML with a line for every column, such as "
+                     "age = [17, 90] or sex = [\"F\", \"M\"], the target's too."),
+        click.option("--task", type=click.Choice(["classification", "regression"]),
+                     help="Where the target's two numbers are classes, not bounds."),
+        click.option("--on-bad-rows", type=click.Choice(["error", "zero"]), default="error",
+                     show_default=True, help="Refuse bad rows, or let them contribute nothing."),
+    )  # fmt: skip
+    command = reading_options(command)
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of the training."""
+    options = (
+        click.option("--delta", type=float, help="Delta of the guarantee [default: the ledger's, "
+                     "or min(1e-5, 1/(10 n))]."),
+        click.option("--epochs", type=float, help="Passes over the data [default: 400 steps]."),
+        click.option("--batch-size", type=float, help="Expected batch size [default: all rows "
+                     "up to 2048 of them, 1024 beyond]."),
+        click.option("--hidden", default="32", show_default=True,
+                     help="Widths of the hidden layers, such as 64,32; 0 for none."),
+        click.option("--learning-rate", type=float, help="Of the method [default: a fixed rule]."),
+        click.option("--clip", type=float, help="Largest norm of one row's gradient."),
+        click.option("--samples", type=int, default=100, show_default=True,
+                     help="Posterior samples in a prediction."),
+        click.option("--seed", type=int, default=0, show_default=True,
+                     help="Of initialisation and prediction; noise has none."),
+        click.option("--device", help="cpu or cuda [default: cpu]."),
+        click.option("--ledger", type=_PATH, help="Spend from this ledger and its budget."),
+        click.option("--tuning-runs", type=int, help="How many other runs on this data chose the "
+                     "settings, for the statement."),
+    )  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command("fit")
+@click.argument("table", type=_PATH)
+@table_options
+@click.option("--method", default="sgld", show_default=True,
+              help="sgld, sghmc, sgd, bbp, vi, mcdropout or sep.")  # fmt: skip
+@click.option("--epsilon", type=float, help="The budget of this run.")
+@click.option("--non-private", is_flag=True, help="Train WITHOUT privacy.")
+@training_options
+@click.option("--out", type=_PATH, required=True, help="The run directory to be made.")
+@click.option("--overwrite", is_flag=True, help="Replace a run; its ledger is gone on with.")
+@speaking
+def fit_command(
+    table: Path,
+    epsilon: float | None,
+    non_private: bool,
+    method: str,
+    out: Path,
+    overwrite: bool,
+    ledger: Path | None,
+    quiet: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    r"""Train a Bayesian network on a table under a privacy budget.
+
+    \b
+    Example:
+      dpbnn fit train.csv --schema schema.toml --epsilon 1 --out run/
+    """
+    from dpbnn.runs import new_run
+
+    speaker = Speaker(quiet, as_json)
+    if (epsilon is None) == (not non_private):
+        raise ValueError(
+            "--epsilon: give a budget, such as --epsilon 1, or --non-private, and not both"
+        )
+    with speaker.warnings(), new_run(out, overwrite=overwrite, ledger=ledger) as workspace:
+        schema, x, y = read_training_table(table, options, private=not non_private)
+        speaker.say(
+            f"{table}: {len(x)} rows, {len(schema.columns)} columns ({x.shape[1]} after encoding), "
+            f"{schema.task} of {schema.target.name!r}."
+        )
+        if non_private:
+            speaker.say("*** NOT PRIVATE *** --non-private trains without any guarantee.")
+        estimator = fitted(schema, x, y, method, epsilon, workspace.book, speaker, options)
+        settings = {
+            "table": table.name,
+            "method": method,
+            "epsilon": epsilon,
+            **settings_of(options),
+        }
+        workspace.save(estimator, schema, settings)
+    speaker.say(f"Wrote {out}.")
+    speaker.say(estimator.privacy_)
+    speaker.result({"run": str(out), "rows": len(x), "privacy": estimator.privacy_.to_dict()})
+
+
+def read_training_table(
+    table: Path, options: dict[str, Any], *, private: bool
+) -> tuple[Schema, Any, Any]:
+    """Return the schema and the encoded table, or raise before anything is spent."""
+    from dpbnn.commands.schemas import chosen_schema
+
+    rows = read(table, options)
+    about = {name: options[name] for name in _ABOUT}
+    found = chosen_schema(rows, **about, private=private)
+    found.check(rows)
+    x, y = found.encode(rows, target=True, on_bad_rows=options["on_bad_rows"])
+    return found, x, y
+
+
+def fitted(
+    schema: Schema,
+    x: Any,
+    y: Any,
+    method: str,
+    epsilon: float | None,
+    ledger: Callable[[], Any],
+    speaker: Speaker,
+    options: dict[str, Any],
+) -> PrivateBayes:
+    """Return an estimator fitted to an encoded table, which predicts in the original units."""
+    import dpbnn
+
+    arguments = {
+        "method": method,
+        "epsilon": epsilon,
+        "bounds": (-1.0, 1.0),
+        "hidden": _widths(options["hidden"]),
+        "ledger": None if epsilon is None else ledger(),
+        "random_state": options["seed"],
+        "progress": speaker.progress,
+        **{
+            name: options[name]
+            for name in (
+                "delta", "epochs", "batch_size", "learning_rate", "clip", "samples", "device",
+                "tuning_runs", "on_bad_rows",
+            )
+        },
+    }  # fmt: skip
+    if schema.classes is not None:
+        classes = range(len(schema.classes))
+        return dpbnn.PrivateBayesClassifier(classes=classes, **arguments).fit(x, y)
+    regressor = dpbnn.PrivateBayesRegressor(target_bounds=schema.target.bounds, **arguments)
+    return regressor.fit(x, schema.decode_target(y))
+
+
+def settings_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of the training that were given, as plain values."""
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in options.items()
+        if value is not None and name not in (*_ABOUT, *_READING)
+    }
+
+
+def _widths(text: str) -> tuple[int, ...]:
+    try:
+        widths = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        widths = (-1,)
+    if widths == (0,):
+        return ()
+    if any(width < 1 for width in widths):
+        raise ValueError(f"--hidden {text}: must be widths such as 64 or 64,32, or 0 for none")
+    return widths

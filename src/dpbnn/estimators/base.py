@@ -1,0 +1,304 @@
+"""What the two estimators share: validation, scaling, planning, training, predicting."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, clone
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import (
+    check_consistent_length,
+    check_is_fitted,
+    column_or_1d,
+    validate_data,
+)
+
+from dpbnn import training
+from dpbnn.data.statistics import private_bounds
+from dpbnn.estimators import recipes, storage
+from dpbnn.estimators.inputs import Scaling, as_array, parsed_bounds
+from dpbnn.methods.base import Method
+from dpbnn.predictive import Predictive
+from dpbnn.priors import Gaussian
+from dpbnn.privacy.ledger import Ledger
+from dpbnn.privacy.plan import Plan
+from dpbnn.privacy.statement import PrivacyStatement
+
+__all__ = ["PrivateBayes"]
+
+SHARE = 0.1  # of epsilon, for bounds="private"
+_OPEN = "trained without privacy, as epsilon=None asks"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Targets as the network sees them.
+
+    Attributes:
+        values: class numbers, or scaled numbers.
+        outputs: number of outputs of the network.
+        likelihood: as in `dpbnn.fit`.
+    """
+
+    values: np.ndarray
+    outputs: int
+    likelihood: Any
+
+
+class PrivateBayes(BaseEstimator):
+    """Base of the estimators; its arguments are documented there."""
+
+    _regression: bool
+
+    @abstractmethod
+    def _target(self, y: np.ndarray) -> Target:
+        """Return the targets for the network, and set what is known of them."""
+
+    @abstractmethod
+    def _original(self, predictive: Predictive) -> Predictive:
+        """Return a predictive in the units of the targets."""
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Train on a table of numbers.
+
+        **Guarantee.** The fitted estimator and all its predictions are (epsilon, delta)
+        differentially private in the rows; `privacy_` states it, with everything else that the
+        ledger holds. Bad data, missing bounds and a spent budget are refused before anything is
+        spent.
+
+        Args:
+            X: inputs [rows, columns]: data frame, array or tensor.
+            y: targets [rows].
+        """
+        recipe, method = self._recipe()
+        X, y = self._validated(X, y)
+        n, features = X.shape
+        target = self._target(y)
+        delta = self._delta(n)
+        ledger = self._ledger(delta)
+        earlier = ledger.releases
+        statistics, plan = self._plans(n, delta)
+        if method is None:
+            noise = getattr(target.likelihood, "noise_std", None)
+            method = recipe.settings(plan, noise, self._regression, self.learning_rate, self.clip)
+        method.settled(plan)
+        scaling = self._scaling(X, statistics, plan, ledger)
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        posterior = training.fit(
+            recipes.network(features, self._widths(), target.outputs, recipe.dropout),
+            (torch.from_numpy(scaling(X)), torch.from_numpy(target.values)),
+            target.likelihood,
+            Gaussian(1.0) if self.prior is None else self.prior,
+            method,
+            plan,
+            ledger=ledger,
+            seed=seed,
+            device=self.device,
+            on_bad_rows=self.on_bad_rows,
+            tuning_runs=self.tuning_runs,
+            progress=self.progress,
+            debug_seed=None if plan.private else seed,
+        )
+        posterior.privacy = self._stamped(posterior.privacy, earlier)
+        self.posterior_ = posterior
+        self.bounds_ = (scaling.low, scaling.high)
+        self.ledger_, self.plan_, self.seed_ = ledger, plan, seed
+        return self
+
+    def predictive(self, X: Any) -> Predictive:
+        """Return the predictive distribution at X, in the units of the targets.
+
+        Args:
+            X: inputs [rows, columns].
+        """
+        check_is_fitted(self)
+        X = validate_data(self, as_array(X), reset=False, dtype=np.float64)
+        inputs = torch.from_numpy(Scaling(*self.bounds_)(X))
+        if self.posterior_.device.type == "cpu":
+            self.posterior_.model.double()  # so that a row's prediction is the same in any table
+        return self._original(self.posterior_.predict(inputs, self.samples, seed=self.seed_))
+
+    @property
+    def privacy_(self) -> PrivacyStatement:
+        """The statement of everything in the ledger when training ended."""
+        check_is_fitted(self)
+        return self.posterior_.privacy
+
+    @property
+    def diagnostics_(self) -> Any:
+        """How well the chain has mixed (`dpbnn.evaluation.Diagnostics`); None if there is none.
+
+        Computed from the network's outputs at 256 inputs drawn uniformly within the bounds, which
+        are public; no data is looked at.
+        """
+        check_is_fitted(self)
+        iterates = getattr(self.posterior_, "iterates", None)
+        chains = getattr(self.method, "chains", 1)
+        if iterates is None or len(iterates) // chains < 8:
+            return None
+        from dpbnn.evaluation.diagnostics import diagnose
+
+        drawn = np.random.default_rng(0).uniform(-1, 1, (256, self.n_features_in_))
+        return diagnose(self.posterior_, drawn)
+
+    def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write the fitted estimator to a folder: JSON and safetensors, no pickle.
+
+        Args:
+            folder: where to; its parent must exist. It appears complete or not at all.
+            overwrite: replace an estimator that is there already.
+        """
+        check_is_fitted(self)
+        storage.save(self, Path(folder), overwrite)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str], *, device: str = "cpu") -> Self:
+        """Return a saved estimator, ready to predict.
+
+        Args:
+            folder: written by `save`.
+            device: where predictions are to be computed.
+        """
+        return storage.load(cls, Path(folder), device)
+
+    def __sklearn_clone__(self) -> Self:
+        """Return an unfitted copy that spends from the same ledger."""
+        given = self.get_params(deep=False)
+        ledger = given.pop("ledger")
+        copied = {name: clone(value, safe=False) for name, value in given.items()}
+        return type(self)(**copied, ledger=ledger)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle holds: the posterior as its files."""
+        if isinstance(self.ledger, Ledger) and self.ledger.path is None:
+            raise TypeError(
+                "ledger: one in memory cannot be shared with a copy of the estimator; give the "
+                "path of a ledger file, as in ledger='ledger.jsonl'"
+            )
+        state = dict(super().__getstate__())
+        if "posterior_" in state:
+            state["posterior_"] = storage.packed(state["posterior_"])
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a pickle's state."""
+        state = dict(state)
+        if "posterior_" in state:
+            state["posterior_"] = storage.unpacked(state["posterior_"])
+        super().__setstate__(state)
+
+    def _recipe(self) -> tuple[recipes.Recipe, Method | None]:
+        """Return the recipe of the method, and its settings where the user gave them."""
+        if self.on_bad_rows not in ("error", "zero"):
+            raise ValueError(f"on_bad_rows={self.on_bad_rows!r}: must be 'error' or 'zero'")
+        if isinstance(self.method, Method):
+            for name in ("learning_rate", "clip"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)}: the method object has its own; set it there"
+                    )
+            known = recipes.METHODS.get(self.method.name)
+            recipe = known or recipes.Recipe(type(self.method), None, None)
+            return recipe, self.method
+        if self.method not in recipes.METHODS:
+            names = ", ".join(map(repr, recipes.METHODS))
+            raise ValueError(
+                f"method={self.method!r}: must be one of {names}, or a method's settings such as "
+                f"dpbnn.SGLD(learning_rate=1e-5)"
+            )
+        recipe = recipes.METHODS[self.method]
+        if not (recipe.classifies or self._regression):
+            raise ValueError(f"method={self.method!r}: is for regression; use 'sgld', say")
+        return recipe, None
+
+    def _validated(self, X: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
+        X, y = as_array(X), as_array(y)
+        options = {"dtype": np.float64, "ensure_min_samples": 2}
+        if self.on_bad_rows == "error":
+            return validate_data(self, X, y, y_numeric=self._regression, **options)
+        X = validate_data(self, X, ensure_all_finite=False, **options)
+        y = column_or_1d(y, warn=True, dtype=np.float64 if self._regression else None)
+        check_consistent_length(X, y)
+        return X, y
+
+    def _widths(self) -> tuple[int, ...]:
+        hidden = self.hidden
+        widths = (hidden,) if isinstance(hidden, (int, np.integer)) else tuple(hidden)
+        if any(int(width) != width or width < 1 for width in widths):
+            raise ValueError(f"hidden={hidden!r}: must be widths of layers, such as (32,) or ()")
+        return tuple(int(width) for width in widths)
+
+    def _delta(self, n: int) -> float:
+        if self.delta is not None:
+            return self.delta
+        book = self._given_ledger()
+        if book is not None and book.budget is not None:
+            return book.budget[1]
+        return recipes.default_delta(n)
+
+    def _given_ledger(self) -> Ledger | None:
+        if self.ledger is None or isinstance(self.ledger, Ledger):
+            return self.ledger
+        return Ledger(self.ledger) if Path(self.ledger).exists() else None
+
+    def _ledger(self, delta: float) -> Ledger:
+        """Return the ledger; a new file gets this estimator's epsilon and delta as its budget."""
+        if self.epsilon is None:
+            return Ledger()
+        book = self._given_ledger()
+        if book is not None:
+            return book
+        if self.ledger is None:
+            return Ledger()
+        return Ledger(self.ledger, epsilon=self.epsilon, delta=delta)
+
+    def _plans(self, n: int, delta: float) -> tuple[Plan | None, Plan]:
+        """Return the plans of private bounds, if they are asked for, and of the training."""
+        statistics = None
+        if isinstance(self.bounds, str) and self.epsilon is not None:
+            statistics = recipes.solved_plan(
+                epsilon=SHARE * self.epsilon, delta=delta, n=n, sampling="full-batch", steps=1
+            )
+        beside = () if statistics is None else statistics.own_events
+        plan = recipes.settled_plan(n, self.epsilon, delta, self.batch_size, self.epochs, beside)
+        return statistics, plan
+
+    def _scaling(
+        self, X: np.ndarray, statistics: Plan | None, plan: Plan, ledger: Ledger
+    ) -> Scaling:
+        """Return the scaling of the inputs; private bounds are paid for here."""
+        if isinstance(self.bounds, str) and self.bounds != "private":
+            raise ValueError(
+                f"bounds={self.bounds!r}: must be (low, high), a dict by column, or 'private'"
+            )
+        if self.bounds is None and self.epsilon is not None:
+            raise ValueError(
+                "bounds: missing, and reading them off the data would not be private; pass "
+                "bounds=(low, high) from public knowledge, or bounds='private' to pay for them"
+            )
+        if statistics is not None:
+            ledger.check((*statistics.own_events, *plan.own_events))
+            found = private_bounds(X, plan=statistics, ledger=ledger, label="private bounds")
+            return Scaling(*np.array(found).T)
+        if self.bounds is None or isinstance(self.bounds, str):
+            return Scaling.learned(X)
+        return parsed_bounds(self.bounds, X.shape[1], getattr(self, "feature_names_in_", None))
+
+    def _stamped(self, statement: PrivacyStatement, earlier: int) -> PrivacyStatement:
+        """Return the statement, with a caveat where earlier fits may have chosen the settings."""
+        if self.epsilon is None:
+            return PrivacyStatement.not_private(_OPEN)
+        if not earlier or self.tuning_runs == 0:
+            return statement
+        caveat = (
+            f"the ledger held {earlier} releases before this fit; if scores of earlier fits chose "
+            f"its settings, that choice is unaccounted: the scores were no private releases (use "
+            f"dpbnn.select)"
+        )
+        return dataclasses.replace(statement, caveats=(*statement.caveats, caveat))

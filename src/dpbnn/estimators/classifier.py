@@ -1,0 +1,163 @@
+"""PrivateBayesClassifier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from sklearn.base import ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import column_or_1d
+
+from dpbnn.estimators.base import PrivateBayes, Target
+from dpbnn.estimators.inputs import as_array
+from dpbnn.predictive import Predictive
+
+__all__ = ["PrivateBayesClassifier"]
+
+
+class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
+    """A Bayesian network for classes, trained under differential privacy.
+
+    Args:
+        method: "sgld", "sghmc", "sgd", "bbp", "vi", "mcdropout", or a method's settings.
+        epsilon: the budget of one fit; None trains WITHOUT privacy, and bounds and classes may
+            then be left out.
+        delta: of the guarantee; by default the ledger's, or min(1e-5, 1/(10 n)).
+        bounds: public range of the inputs, which are clipped to it and scaled to [-1, 1]: (low,
+            high), with numbers or one value per column; a dict from column name to (low, high); or
+            "private", which spends a tenth of the budget on finding them.
+        classes: all labels that can occur, from public knowledge.
+        hidden: widths of the hidden layers.
+        prior: of the weights; N(0, 1) by default.
+        batch_size: expected batch size; by default all rows up to 2048 of them, 1024 beyond.
+        epochs: passes over the data; 400 steps (without privacy 1000) by default.
+        clip: largest norm of one row's gradient; by default solved for ("sgld", "sghmc") or 1.
+        learning_rate: of the method; see `dpbnn.estimators.recipes` for the defaults.
+        samples: posterior samples in a prediction.
+        ledger: path of a ledger file, or a `Ledger`, that all fits share; a clone keeps it. A file
+            that does not exist yet gets (epsilon, delta) as its budget.
+        tuning_runs: how many other runs chose these settings, for the statement; 0 says none did.
+        on_bad_rows: "error", or "zero" to let rows with missing values or unknown labels
+            contribute nothing.
+        random_state: of initialisation and prediction; noise and sampling draw from the operating
+            system (without privacy, everything follows from it).
+        device: "cpu" or "cuda".
+        progress: show a progress bar.
+
+    Attributes:
+        classes_: the labels, sorted.
+        privacy_: the `PrivacyStatement`.
+        posterior_: the posterior over the weights, for inputs scaled to [-1, 1].
+        ledger_: what was spent; None for a loaded estimator whose ledger is not there.
+        plan_: the plan of the training.
+        bounds_: (low, high) of every column.
+        diagnostics_: how well the chain has mixed, at public inputs.
+    """
+
+    _regression = False
+
+    def __init__(
+        self,
+        method: Any = "sgld",
+        *,
+        epsilon: float | None = 1.0,
+        delta: float | None = None,
+        bounds: Any = None,
+        classes: Any = None,
+        hidden: Any = (32,),
+        prior: Any = None,
+        batch_size: float | None = None,
+        epochs: float | None = None,
+        clip: float | None = None,
+        learning_rate: float | None = None,
+        samples: int = 100,
+        ledger: Any = None,
+        tuning_runs: int | None = None,
+        on_bad_rows: str = "error",
+        random_state: Any = None,
+        device: str | None = None,
+        progress: bool = False,
+    ) -> None:
+        self.method = method
+        self.epsilon = epsilon
+        self.delta = delta
+        self.bounds = bounds
+        self.classes = classes
+        self.hidden = hidden
+        self.prior = prior
+        self.batch_size = batch_size
+        self.epochs = epochs
+        self.clip = clip
+        self.learning_rate = learning_rate
+        self.samples = samples
+        self.ledger = ledger
+        self.tuning_runs = tuning_runs
+        self.on_bad_rows = on_bad_rows
+        self.random_state = random_state
+        self.device = device
+        self.progress = progress
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Return class probabilities [rows, classes], averaged over the posterior."""
+        mean = self.predictive(X).mean.double().cpu().numpy()
+        return mean / mean.sum(1, keepdims=True)
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """Return the most probable label of every row.
+
+        Args:
+            X: inputs [rows, columns].
+            return_std: return also the posterior standard deviation of that label's probability.
+        """
+        predictive = self.predictive(X)
+        chosen = predictive.mode
+        labels = self.classes_[chosen.cpu().numpy()]
+        if not return_std:
+            return labels
+        spread = predictive.probabilities.std(0, correction=0)
+        return labels, spread.gather(1, chosen[:, None])[:, 0].cpu().numpy()
+
+    def evaluate(self, X: Any, y: Any, **options: Any) -> Any:
+        """Return accuracy, calibration and more on test data; see `dpbnn.evaluation.evaluate`.
+
+        The numbers are not private in the test data.
+        """
+        from dpbnn.evaluation import evaluate
+
+        predictive = self.predictive(X)
+        numbers = self.numbers(column_or_1d(as_array(y), warn=True))
+        if (numbers < 0).any():
+            raise ValueError(f"y: holds labels that are none of {self.classes_.tolist()}")
+        return evaluate(predictive, numbers, **options)
+
+    def _target(self, y: np.ndarray) -> Target:
+        if self.classes is None and self.epsilon is not None:
+            raise ValueError(
+                "classes: missing, and reading them off the data would not be private; pass all "
+                "labels that can occur, as in classes=[0, 1]"
+            )
+        if self.classes is None or self.on_bad_rows == "error":
+            check_classification_targets(y)
+        self.classes_ = np.unique(y if self.classes is None else np.asarray([*self.classes]))
+        if len(self.classes_) < 2:
+            raise ValueError(
+                f"classes={self.classes_.tolist()}: at least 2 classes are needed; name all labels "
+                f"that can occur"
+            )
+        numbers = self.numbers(y)
+        unknown = numbers < 0
+        if unknown.any() and self.on_bad_rows == "error":
+            raise ValueError(
+                f"y: {int(unknown.sum())} labels are none of classes={self.classes_.tolist()}; add "
+                f"them to classes, mend them, or pass on_bad_rows='zero'"
+            )
+        return Target(numbers, len(self.classes_), "categorical")
+
+    def numbers(self, y: Any) -> np.ndarray:
+        """Return the position of every label among the classes, -1 where it is none of them."""
+        known = {label: number for number, label in enumerate(self.classes_.tolist())}
+        return np.array([known.get(label, -1) for label in np.asarray(y).tolist()], dtype=np.int64)
+
+    def _original(self, predictive: Predictive) -> Predictive:
+        return predictive

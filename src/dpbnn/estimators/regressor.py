@@ -1,0 +1,144 @@
+"""PrivateBayesRegressor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from sklearn.base import RegressorMixin
+from sklearn.utils.validation import column_or_1d
+
+from dpbnn.estimators.base import PrivateBayes, Target
+from dpbnn.estimators.inputs import Scaling, as_array, parsed_bounds
+from dpbnn.likelihoods import Gaussian
+from dpbnn.predictive import Predictive, RealPredictive
+
+__all__ = ["PrivateBayesRegressor"]
+
+
+class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
+    """A Bayesian network for a number, trained under differential privacy.
+
+    Targets are clipped to their bounds and scaled to [-1, 1]; the noise of the observations is
+    learned. Predictions are in the original units.
+
+    Args:
+        method: as in `PrivateBayesClassifier`, like all that is not named here.
+        epsilon: the budget of one fit; None trains WITHOUT privacy, and both kinds of bounds may
+            then be left out.
+        delta: of the guarantee.
+        bounds: public range of the inputs.
+        target_bounds: (low, high), public range of the target.
+        noise_std: of the observations, in the target's units; None learns it.
+        hidden: widths of the hidden layers.
+        prior: of the weights.
+        batch_size: expected batch size.
+        epochs: passes over the data.
+        clip: largest norm of one row's gradient.
+        learning_rate: of the method.
+        samples: posterior samples in a prediction.
+        ledger: path of a ledger file, or a `Ledger`, that all fits share.
+        tuning_runs: how many other runs chose these settings.
+        on_bad_rows: "error" or "zero".
+        random_state: of initialisation and prediction.
+        device: "cpu" or "cuda".
+        progress: show a progress bar.
+
+    Attributes:
+        target_bounds_: (low, high) of the target.
+        privacy_: the `PrivacyStatement`.
+        posterior_: the posterior over the weights, for inputs and targets scaled to [-1, 1].
+        ledger_: what was spent.
+        plan_: the plan of the training.
+        bounds_: (low, high) of every column.
+        diagnostics_: how well the chain has mixed, at public inputs.
+    """
+
+    _regression = True
+
+    def __init__(
+        self,
+        method: Any = "sgld",
+        *,
+        epsilon: float | None = 1.0,
+        delta: float | None = None,
+        bounds: Any = None,
+        target_bounds: Any = None,
+        noise_std: float | None = None,
+        hidden: Any = (32,),
+        prior: Any = None,
+        batch_size: float | None = None,
+        epochs: float | None = None,
+        clip: float | None = None,
+        learning_rate: float | None = None,
+        samples: int = 100,
+        ledger: Any = None,
+        tuning_runs: int | None = None,
+        on_bad_rows: str = "error",
+        random_state: Any = None,
+        device: str | None = None,
+        progress: bool = False,
+    ) -> None:
+        self.method = method
+        self.epsilon = epsilon
+        self.delta = delta
+        self.bounds = bounds
+        self.target_bounds = target_bounds
+        self.noise_std = noise_std
+        self.hidden = hidden
+        self.prior = prior
+        self.batch_size = batch_size
+        self.epochs = epochs
+        self.clip = clip
+        self.learning_rate = learning_rate
+        self.samples = samples
+        self.ledger = ledger
+        self.tuning_runs = tuning_runs
+        self.on_bad_rows = on_bad_rows
+        self.random_state = random_state
+        self.device = device
+        self.progress = progress
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """Return the predictive mean of every row.
+
+        Args:
+            X: inputs [rows, columns].
+            return_std: return also the predictive standard deviation.
+        """
+        predictive = self.predictive(X)
+        mean = predictive.mean.cpu().numpy()
+        return (mean, predictive.std.cpu().numpy()) if return_std else mean
+
+    def evaluate(self, X: Any, y: Any, **options: Any) -> Any:
+        """Return errors, coverage and more on test data; see `dpbnn.evaluation.evaluate`.
+
+        The numbers are not private in the test data.
+        """
+        from dpbnn.evaluation import evaluate
+
+        return evaluate(self.predictive(X), column_or_1d(as_array(y), warn=True), **options)
+
+    def _target(self, y: np.ndarray) -> Target:
+        if self.target_bounds is not None:
+            scaling = parsed_bounds(self.target_bounds, None, argument="target_bounds")
+        elif self.epsilon is None:
+            scaling = Scaling.learned(y)
+        else:
+            raise ValueError(
+                "target_bounds: missing, and reading them off the data would not be private; pass "
+                "target_bounds=(low, high) from public knowledge"
+            )
+        self.target_bounds_ = (float(scaling.low), float(scaling.high))
+        noise = None if self.noise_std is None else self.noise_std / float(scaling.half)
+        return Target(scaling(y.astype(np.float64))[:, None], 1, Gaussian(noise))
+
+    def _original(self, predictive: Predictive) -> Predictive:
+        """Return N(half m + middle, half^2 v) for every component N(m, v)."""
+        assert isinstance(predictive, RealPredictive)
+        low, high = self.target_bounds_
+        scaling = Scaling(np.float64(low), np.float64(high))
+        middle, half = float(scaling.middle), float(scaling.half)
+        return RealPredictive(
+            predictive.means.double() * half + middle, predictive.variances.double() * half**2
+        )

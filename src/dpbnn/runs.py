@@ -1,0 +1,210 @@
+"""Run directories: what a trained model leaves on disk, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import dpbnn
+from dpbnn.data.schema import Schema
+from dpbnn.estimators.base import PrivateBayes
+from dpbnn.privacy.ledger import Ledger
+
+__all__ = ["Run", "Workspace", "new_run"]
+
+FORMAT = "dpbnn-run"
+VERSION = 1
+MANIFEST, LEDGER, SCHEMA, MODEL = "manifest.json", "ledger.jsonl", "schema.toml", "model"
+METRICS, REPORT = "metrics.json", "report.html"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run directory that is complete.
+
+    It holds manifest.json, schema.toml, model/ (the estimator), ledger.jsonl (unless the run used
+    another ledger), and after an evaluation metrics.json and report.html.
+
+    Attributes:
+        folder: the directory.
+        manifest: settings, statement, versions and hashes.
+        schema: how tables are encoded.
+        estimator: the fitted estimator, on encoded inputs.
+    """
+
+    folder: Path
+    manifest: dict[str, Any]
+    schema: Schema
+    estimator: PrivateBayes
+
+    @classmethod
+    def open(cls, folder: Path, device: str = "cpu") -> Run:
+        """Read a run directory, checking that no file was changed."""
+        path = folder / MANIFEST
+        if not path.is_file():
+            raise FileNotFoundError(
+                errno.ENOENT, f"no {MANIFEST}: give a folder that 'dpbnn fit' wrote", str(folder)
+            )
+        manifest = json.loads(path.read_text())
+        if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
+            raise ValueError(f"{path}: not a run of version {VERSION}; fit it again")
+        for name, expected in manifest["hashes"].items():
+            if not (folder / name).is_file() or _hash(folder / name) != expected:
+                raise ValueError(
+                    f"{folder / name}: missing, or not what was saved; copy the whole folder again"
+                )
+        return cls(
+            folder,
+            manifest,
+            Schema.read(folder / SCHEMA),
+            PrivateBayes.load(folder / MODEL, device=device),
+        )
+
+    @property
+    def metrics(self) -> dict[str, Any] | None:
+        """What the last evaluation found, or None."""
+        path = self.folder / METRICS
+        return json.loads(path.read_text()) if path.is_file() else None
+
+    @property
+    def ledger(self) -> str | None:
+        """The ledger's path as a reader would type it; None for a run without privacy."""
+        return self.manifest["ledger"]
+
+    def write_metrics(self, values: dict[str, Any]) -> None:
+        """Write metrics.json, whole or not at all."""
+        partial = self.folder / f"{METRICS}.partial"
+        partial.write_text(json.dumps(values, indent=2) + "\n")
+        partial.replace(self.folder / METRICS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Workspace:
+    """A folder beside the run directory to be, and the ledger that the run spends from.
+
+    Attributes:
+        folder: where the run is written until it is complete.
+        ledger: path of the ledger.
+        own: whether it is the run's own, which limits nothing.
+        named: how the manifest names the ledger.
+    """
+
+    folder: Path
+    ledger: Path
+    own: bool
+    named: str
+
+    def book(self) -> Ledger | str:
+        """Return the ledger for an estimator; a new one of the user's gets the fit's budget."""
+        return Ledger(self.ledger) if self.own else str(self.ledger)
+
+    def save(self, estimator: PrivateBayes, schema: Schema, settings: dict[str, Any]) -> None:
+        """Write model, schema and manifest; the manifest names the ledger, not the model."""
+        estimator.set_params(ledger=None)
+        estimator.save(self.folder / MODEL)
+        (self.folder / SCHEMA).write_text(schema.to_toml())
+        private = estimator.epsilon is not None
+        manifest = {
+            "format": FORMAT,
+            "version": VERSION,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "settings": settings,
+            "ledger": self.named if private else None,
+            "privacy": estimator.privacy_.to_dict(),
+            "versions": {
+                "dpbnn": dpbnn.__version__,
+                **{name: _version(name) for name in ("torch", "numpy", "dp-accounting")},
+                "python": platform.python_version(),
+            },
+            "hashes": {
+                str(path.relative_to(self.folder)): _hash(path)
+                for path in sorted(self.folder.rglob("*"))
+                if path.is_file() and path.name != LEDGER
+            },
+        }
+        (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def new_run(out: Path, *, overwrite: bool, ledger: Path | None = None) -> Iterator[Workspace]:
+    """Yield a workspace that becomes the run directory `out` when the block ends well.
+
+    Where it ends in an error nothing is left behind, but for a ledger in which something was
+    spent: that one stays in `out`. A run that replaces another goes on with its ledger.
+
+    Args:
+        out: the run directory.
+        overwrite: replace a run that is there already.
+        ledger: spend from this ledger instead of one in the run directory.
+    """
+    _check_place(out, overwrite)
+    own = out / LEDGER
+    if ledger is not None and own.exists():
+        raise ValueError(
+            f"{out}: has a ledger of its own, which a run in its place must go on with; leave "
+            f"--ledger out or give another folder"
+        )
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
+    used = ledger or (own if own.exists() else partial / LEDGER)
+    try:
+        yield Workspace(partial, used, ledger is None, LEDGER if ledger is None else str(ledger))
+        if own.exists():
+            shutil.copy2(own, partial / LEDGER)
+        partial.chmod(0o755)
+        _move(partial, out)
+    except BaseException:
+        if _spent(partial / LEDGER) and not own.exists():
+            out.mkdir(exist_ok=True)
+            os.replace(partial / LEDGER, own)
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _check_place(out: Path, overwrite: bool) -> None:
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"{out}: its parent is no folder; make that one first")
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not out.is_dir() or not ((out / MANIFEST).is_file() or (out / LEDGER).is_file()):
+        raise ValueError(f"{out}: exists already and is no run; give another folder")
+    if not overwrite:
+        raise ValueError(
+            f"{out}: holds a run already; give another folder, or --overwrite to replace it (what "
+            f"it has spent stays in its ledger)"
+        )
+
+
+def _move(partial: Path, out: Path) -> None:
+    if out.exists() and any(out.iterdir()):
+        old = partial.with_name(partial.name + ".old")
+        os.rename(out, old)
+        os.rename(partial, out)
+        shutil.rmtree(old)
+    else:
+        os.rename(partial, out)
+
+
+def _spent(path: Path) -> bool:
+    return path.is_file() and Ledger(path).releases > 0
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _version(name: str) -> str:
+    from importlib import metadata
+
+    return metadata.version(name)

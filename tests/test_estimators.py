@@ -1,0 +1,455 @@
+"""The estimators: scikit-learn's contract, and privacy that nobody can lose by accident."""
+
+import copy
+import json
+import logging
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
+from sklearn.model_selection import GridSearchCV, PredefinedSplit, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+import dpbnn
+from dpbnn import PrivateBayesClassifier, PrivateBayesRegressor
+from dpbnn.estimators.inputs import Scaling, parsed_bounds
+
+QUICK = {"epsilon": None, "epochs": 50, "learning_rate": 5e-3, "random_state": 0}
+LINE = {"bounds": (0, 1), "classes": [0, 1], "epochs": 20, "random_state": 0}
+NOISE = "noise comes from the operating system, so that two fits differ, as they must"
+DECLARED = "labels are declared, not learned: those that are none of [0, 1, 2] are refused"
+BUDGET = "a few private steps on a few dozen rows are not accurate, and are not meant to be"
+BOTH = {"check_fit_idempotent": NOISE, "check_supervised_y_2d": NOISE}
+EXPECTED = {
+    PrivateBayesClassifier: {
+        **BOTH,
+        "check_classifier_data_not_an_array": NOISE,
+        "check_dtype_object": DECLARED,
+        "check_classifiers_classes": DECLARED,
+        "check_classifiers_train": BUDGET,
+        "check_classifiers_one_label": BUDGET,
+    },
+    PrivateBayesRegressor: {
+        **BOTH,
+        "check_regressor_data_not_an_array": NOISE,
+        "check_regressors_int": NOISE,
+        "check_regressors_train": BUDGET,
+    },
+}
+
+
+def line(n=60, seed=0):
+    """Rows whose first column tells the class."""
+    x = np.random.default_rng(seed).random((n, 3))
+    return x, (x[:, 0] > 0.5).astype(int)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    x, y = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(x))
+    return x[order[:1300]], y[order[:1300]], x[order[1300:]], y[order[1300:]]
+
+
+@pytest.fixture(scope="module")
+def fitted(digits):
+    x, y, _, _ = digits
+    estimator = PrivateBayesClassifier(epsilon=3.0, bounds=(0, 16), classes=range(10),
+                                       random_state=0)  # fmt: skip
+    return estimator.fit(x, y)
+
+
+@parametrize_with_checks(
+    [
+        PrivateBayesClassifier(**QUICK),
+        PrivateBayesRegressor(**{**QUICK, "epochs": 150, "learning_rate": 1e-3}),
+    ]
+)
+def test_scikit_learn_contract_without_privacy(estimator, check):
+    check(estimator)
+
+
+@parametrize_with_checks(
+    [
+        PrivateBayesClassifier(epsilon=5.0, bounds=(-5, 5), classes=[0, 1, 2], epochs=3),
+        PrivateBayesRegressor(epsilon=5.0, bounds=(-5, 5), target_bounds=(-3, 3), epochs=3),
+    ],
+    expected_failed_checks=lambda estimator: EXPECTED[type(estimator)],
+)
+def test_scikit_learn_contract_under_privacy(estimator, check):
+    check(estimator)
+
+
+def test_a_private_fit_learns_and_states_its_budget(digits, fitted):
+    _, _, x, y = digits
+    assert fitted.score(x, y) > 0.85
+    assert fitted.privacy_.private
+    assert fitted.privacy_.epsilon <= 3.0
+    assert fitted.privacy_.delta == pytest.approx(1e-5)
+    assert fitted.ledger_.releases == fitted.plan_.steps == 400
+    assert fitted.classes_.tolist() == list(range(10))
+
+
+def test_predictions_agree_with_each_other(digits, fitted):
+    _, _, x, y = digits
+    shares = fitted.predict_proba(x)
+    labels, spread = fitted.predict(x, return_std=True)
+    assert np.array_equal(fitted.classes_[shares.argmax(1)], labels)
+    assert np.allclose(shares.sum(1), 1, atol=1e-12)
+    assert ((spread >= 0) & (spread <= 0.5)).all()
+    assert np.allclose(fitted.predictive(x).mean.numpy(), shares)
+    report = fitted.evaluate(x, y, resamples=10)
+    assert report.metrics["accuracy"].value == pytest.approx(fitted.score(x, y))
+
+
+def test_regression_is_in_the_units_of_the_target():
+    x, y = load_diabetes(return_X_y=True)
+    model = PrivateBayesRegressor(epsilon=5.0, bounds=(-0.2, 0.2), target_bounds=(0, 400),
+                                  epochs=250, learning_rate=2e-4, random_state=0)  # fmt: skip
+    model.fit(x[:350], y[:350])
+    mean, std = model.predict(x[350:], return_std=True)
+    assert model.score(x[350:], y[350:]) > 0.2
+    low, high = model.predictive(x[350:]).interval(0.9)
+    inside = (low.numpy() <= y[350:]) & (y[350:] <= high.numpy())
+    assert 0.75 < inside.mean() <= 1
+    assert 30 < std.mean() < 120
+    assert 100 < mean.mean() < 200
+    assert model.privacy_.epsilon <= 5.0
+
+
+@pytest.mark.parametrize("method", ["sghmc", "sgd", "bbp", "vi", "mcdropout"])
+def test_every_method_learns_on_its_defaults(method):
+    x, y = load_breast_cancer(return_X_y=True)
+    low, high = x.min(0), x.max(0)
+    model = PrivateBayesClassifier(method, epsilon=4.0, bounds=(low, high), classes=[0, 1],
+                                   epochs=150, random_state=0)  # fmt: skip
+    assert model.fit(x[:400], y[:400]).score(x[400:], y[400:]) > 0.85
+    assert 3.9 < model.privacy_.epsilon <= 4.0
+
+
+def test_sep_has_no_learning_rate():
+    x, y = load_diabetes(return_X_y=True)
+    model = PrivateBayesRegressor("sep", bounds=(-1, 1), target_bounds=(0, 400), learning_rate=0.1)
+    with pytest.raises(ValueError, match="SEP has none"):
+        model.fit(x, y)
+
+
+def test_sep_is_for_regression():
+    x, y = load_diabetes(return_X_y=True)
+    model = PrivateBayesRegressor("sep", epsilon=8.0, bounds=(-0.2, 0.2), target_bounds=(0, 400),
+                                  epochs=10)  # fmt: skip
+    model.fit(x, y)
+    assert model.privacy_.epsilon <= 8.0
+    assert model.predict(x[:5]).shape == (5,)
+    assert model.diagnostics_ is None
+
+
+def test_a_method_object_brings_its_own_settings():
+    x, y = line()
+    method = dpbnn.SGD(learning_rate=0.5, clip=2.0)
+    model = PrivateBayesClassifier(method, **LINE).fit(x, y)
+    assert model.posterior_.settings["clip"] == 2.0
+    assert model.get_params()["method"] is method
+    with pytest.raises(ValueError, match=r"clip=1\.0: the method object has its own"):
+        PrivateBayesClassifier(method, clip=1.0, **LINE).fit(x, y)
+
+
+def test_of_clip_and_learning_rate_the_other_one_follows():
+    x, y = line()
+    given = PrivateBayesClassifier(clip=2.0, **LINE).fit(x, y)
+    assert given.posterior_.settings["clip"] == 2.0
+    rate = given.posterior_.settings["learning_rate"]
+    again = PrivateBayesClassifier(learning_rate=rate, **LINE).fit(x, y)
+    assert again.posterior_.settings["clip"] == pytest.approx(2.0, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bounds": None}, r"pass bounds=\(low, high\)"),
+        ({"classes": None}, r"as in classes=\[0, 1\]"),
+        ({"classes": [0]}, "at least 2 classes"),
+        ({"classes": [0, 2]}, "add them to classes"),
+        ({"bounds": "learned"}, "bounds='learned': must be"),
+        ({"bounds": (0, np.inf)}, "must be finite"),
+        ({"bounds": (1, 0)}, "low <= high"),
+        ({"bounds": ([0, 0], [1, 1])}, "3 columns"),
+        ({"bounds": 3}, r"bounds=3: must be \(low, high\)"),
+        ({"bounds": {"a": (0, 1)}}, "columns that have names"),
+        ({"method": "magic"}, "method='magic': must be one of 'sgld'"),
+        ({"hidden": (0,)}, "hidden="),
+        ({"on_bad_rows": "drop"}, "on_bad_rows='drop'"),
+        ({"epsilon": -1.0}, "epsilon=-1"),
+        ({"delta": 2.0}, "delta=2"),
+        ({"method": "sep"}, "is for regression"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_spend_nothing(tmp_path, change, message):
+    path = tmp_path / "ledger.jsonl"
+    dpbnn.Ledger(path)
+    with pytest.raises(ValueError, match=message) as caught:
+        PrivateBayesClassifier(**{**LINE, "ledger": str(path), **change}).fit(*line())
+    assert "\n" not in str(caught.value)
+    assert dpbnn.Ledger(path).releases == 0
+
+
+def test_target_bounds_are_asked_for():
+    x, y = line()
+    with pytest.raises(ValueError, match=r"pass target_bounds=\(low, high\)"):
+        PrivateBayesRegressor(bounds=(0, 1)).fit(x, y)
+
+
+def test_bounds_by_column_name(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    x, y = line()
+    frame = pandas.DataFrame(x, columns=["a", "b", "c"])
+    bounds = {"c": (0, 3), "a": (0, 1), "b": (0, 2), "unused": (0, 9)}
+    model = PrivateBayesClassifier(**{**LINE, "bounds": bounds}).fit(frame, y)
+    assert model.bounds_[1].tolist() == [1, 2, 3]
+    assert model.feature_names_in_.tolist() == ["a", "b", "c"]
+    with pytest.raises(ValueError, match=r"column 'b' has none.*add 'b'"):
+        PrivateBayesClassifier(**{**LINE, "bounds": {"a": (0, 1), "c": (0, 1)}}).fit(frame, y)
+
+
+def test_scaling_clips_and_hides_nothing_else():
+    scaling = parsed_bounds(([0, 10, 5], [1, 20, 5]), 3)
+    values = np.array([[0.5, 15, 5], [-9, 99, 7], [np.nan, np.inf, 5]])
+    assert np.array_equal(
+        scaling(values), [[0, 0, 0], [-1, 1, 0], [np.nan, np.nan, 0]], equal_nan=True
+    )
+    big = Scaling(np.float64(-1.7e308), np.float64(1.7e308))
+    assert big(np.array([1.7e308, 0, -1.7e308])).tolist() == [1, 0, -1]
+
+
+def test_tensors_and_polars_are_taken_too():
+    x, y = line()
+    tensors = PrivateBayesClassifier(**LINE).fit(torch.tensor(x), torch.tensor(y))
+    assert tensors.predict(torch.tensor(x[:4])).shape == (4,)
+    polars = pytest.importorskip("polars")
+    model = PrivateBayesClassifier(**LINE).fit(polars.DataFrame(x, schema=["a", "b", "c"]), y)
+    assert model.feature_names_in_.tolist() == ["a", "b", "c"]
+
+
+def test_text_labels_and_a_pipeline():
+    x, y = line()
+    names = np.array(["no", "yes"])[y]
+    model = PrivateBayesClassifier(**{**LINE, "classes": ["yes", "no"]})
+    pipeline = make_pipeline(FunctionTransformer(np.sqrt), model).fit(x, names)
+    assert set(pipeline.predict(x)) <= {"no", "yes"}
+    assert pipeline[-1].classes_.tolist() == ["no", "yes"]
+
+
+def test_bad_rows_contribute_nothing_if_so_asked():
+    x, y = line()
+    x[3, 1], labels = np.nan, y.astype(float)
+    labels[5] = 7
+    with pytest.raises(ValueError, match="NaN"):
+        PrivateBayesClassifier(**LINE).fit(x, y)
+    model = PrivateBayesClassifier(on_bad_rows="zero", **LINE).fit(x, labels)
+    assert np.isfinite(model.predict_proba(line()[0])).all()
+    numbers = np.where(np.arange(60) == 4, np.nan, labels)
+    regressor = PrivateBayesRegressor(bounds=(0, 1), target_bounds=(0, 1), epochs=20,
+                                      on_bad_rows="zero")  # fmt: skip
+    assert np.isfinite(regressor.fit(x, numbers).predict(line()[0])).all()
+
+
+def test_without_privacy_it_says_so_and_repeats_itself():
+    x, y = line()
+    model = PrivateBayesClassifier(**QUICK).fit(x, y)
+    assert not model.privacy_.private
+    assert "NOT PRIVATE" in str(model.privacy_)
+    assert "epsilon=None" in model.privacy_.reason
+    assert np.array_equal(model.predict_proba(x), clone(model).fit(x, y).predict_proba(x))
+
+
+def test_the_seed_does_not_reach_the_noise():
+    x, y = line()
+    first, second = (PrivateBayesClassifier(**LINE).fit(x, y).predict_proba(x) for _ in range(2))
+    assert not np.allclose(first, second)
+
+
+def test_delta_follows_from_n_or_from_the_ledger():
+    x, y = line()
+    assert PrivateBayesClassifier(**LINE).fit(x, y).plan_.delta == 1e-5
+    from dpbnn.estimators.recipes import default_delta
+
+    assert default_delta(100_000) == pytest.approx(1e-6)
+    ledger = dpbnn.Ledger(epsilon=4.0, delta=1e-7)
+    assert PrivateBayesClassifier(ledger=ledger, **LINE).fit(x, y).plan_.delta == 1e-7
+
+
+def test_private_bounds_are_paid_for_within_the_budget():
+    rng = np.random.default_rng(0)
+    x = rng.normal(50, 10, (4000, 2))
+    y = (x[:, 0] > 50).astype(int)
+    model = PrivateBayesClassifier(epsilon=2.0, bounds="private", classes=[0, 1], epochs=20,
+                                   batch_size=4000, random_state=0)  # fmt: skip
+    model.fit(x, y)
+    low, high = model.bounds_
+    assert ((low >= 0) & (low < 40) & (high > 60) & (high <= 200)).all()
+    assert 1.9 < model.privacy_.epsilon <= 2.0
+    labels = [mechanism["label"] for mechanism in model.privacy_.mechanisms]
+    assert labels == ["private bounds", "sgld"]
+
+
+def test_private_bounds_that_the_budget_does_not_hold_are_not_looked_for(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    dpbnn.Ledger(path, epsilon=0.5, delta=1e-5)
+    x = np.random.default_rng(0).random((4000, 2))
+    model = PrivateBayesClassifier(**{**LINE, "bounds": "private"}, ledger=path, batch_size=4000)
+    with pytest.raises(dpbnn.BudgetExceeded):
+        model.fit(x, (x[:, 0] > 0.5).astype(int))
+    assert dpbnn.Ledger(path).releases == 0
+
+
+def test_a_refit_composes_in_the_shared_ledger_and_stops_at_the_budget(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    x, y = line()
+    model = PrivateBayesClassifier(ledger=path, **LINE).fit(x, y)
+    assert dpbnn.Ledger(path).budget == (1.0, 1e-5)
+    assert model.privacy_.epsilon <= 1.0
+    with pytest.raises(dpbnn.BudgetExceeded, match=r"0\.\d+ is left|0 is left"):
+        clone(model).fit(x, y)
+    assert dpbnn.Ledger(path).releases == 20
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_grid_search_stops_at_the_budget_of_its_ledger(tmp_path, in_memory):
+    """Three fits of epsilon 1 compose to about 1.8; a budget of 2 holds three and not four."""
+    x, y = line()
+    one = PrivateBayesClassifier(**LINE).fit(x, y).plan_
+    three, four = dpbnn.compose(one, one, one).epsilon, dpbnn.compose(one, one, one, one).epsilon
+    path = tmp_path / "ledger.jsonl"
+    ledger = dpbnn.Ledger(None if in_memory else path, epsilon=(three + four) / 2, delta=1e-5)
+    search = GridSearchCV(
+        PrivateBayesClassifier(ledger=ledger if in_memory else str(path), **LINE),
+        {"hidden": [(4,), (8,), (16,), (32,)]},
+        cv=PredefinedSplit([-1] * 60 + [0] * 20),
+        refit=False,
+        error_score="raise",
+    )
+    more, labels = line(80)
+    with pytest.raises(dpbnn.BudgetExceeded, match="is left"):
+        search.fit(more, labels)
+    book = ledger if in_memory else dpbnn.Ledger(path)
+    assert book.releases == 3 * one.steps
+    assert book.epsilon() <= ledger.budget[0]
+
+
+def test_a_fit_under_a_budget_is_charged_as_a_whole(tmp_path, monkeypatch):
+    """While one fit is under way, another one on its ledger sees all that the first will spend."""
+    from dpbnn.training import _Run
+
+    x, y = line()
+    path = tmp_path / "ledger.jsonl"
+    seen = []
+    step = _Run._one
+
+    def watched(run, batch):
+        step(run, batch)
+        seen.append(dpbnn.Ledger(path).releases)
+
+    monkeypatch.setattr(_Run, "_one", watched)
+    PrivateBayesClassifier(ledger=path, **{**LINE, "epochs": 120}).fit(x, y)
+    assert set(seen) == {120}
+
+
+def test_a_choice_by_raw_scores_is_stamped(tmp_path):
+    x, y = line()
+    ledger = dpbnn.Ledger(tmp_path / "ledger.jsonl", epsilon=5.0, delta=1e-5)
+    first = PrivateBayesClassifier(ledger=ledger.path, **LINE).fit(x, y)
+    assert not any("unaccounted" in caveat for caveat in first.privacy_.caveats)
+    second = clone(first).fit(x, y)
+    assert any("unaccounted" in caveat for caveat in second.privacy_.caveats)
+    assert "unaccounted" in str(second.privacy_)
+    assert second.privacy_.epsilon > first.privacy_.epsilon
+    declared = clone(first).set_params(tuning_runs=0).fit(x, y)
+    assert not any("unaccounted" in caveat for caveat in declared.privacy_.caveats)
+
+
+def test_cross_validation_composes_in_the_ledger(tmp_path):
+    x, y = line()
+    path = tmp_path / "ledger.jsonl"
+    dpbnn.Ledger(path, epsilon=10.0, delta=1e-5)
+    scores = cross_val_score(
+        PrivateBayesClassifier(ledger=path, **LINE), x, y, cv=3, error_score="raise"
+    )
+    assert len(scores) == 3
+    assert dpbnn.Ledger(path).releases == 3 * 20
+    assert 1.0 < dpbnn.Ledger(path).epsilon() < 3.0
+
+
+def test_a_ledger_in_memory_is_shared_by_clones_and_never_copied():
+    x, y = line()
+    ledger = dpbnn.Ledger(epsilon=3.0, delta=1e-5)
+    model = PrivateBayesClassifier(ledger=ledger, **LINE)
+    assert clone(model).fit(x, y).ledger_ is ledger
+    with pytest.raises(TypeError, match=r"ledger='ledger\.jsonl'"):
+        pickle.dumps(model)
+    with pytest.raises(TypeError, match="cannot be shared"):
+        copy.deepcopy(model)
+
+
+def test_save_and_load_without_pickle(tmp_path, digits, fitted):
+    x = digits[2]
+    folder = tmp_path / "model"
+    fitted.save(folder)
+    assert not [p for p in folder.rglob("*") if p.suffix in (".pkl", ".pickle", ".pt")]
+    again = PrivateBayesClassifier.load(folder)
+    assert np.array_equal(again.predict_proba(x), fitted.predict_proba(x))
+    assert again.privacy_ == fitted.privacy_
+    assert again.get_params()["classes"] == tuple(range(10))
+    assert again.plan_ == fitted.plan_
+    assert again.ledger_ is None
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        fitted.save(folder)
+    fitted.save(folder, overwrite=True)
+    with pytest.raises(ValueError, match=r"dpbnn\.PrivateBayesClassifier\.load"):
+        PrivateBayesRegressor.load(folder)
+    with pytest.raises(FileNotFoundError, match=r"estimator\.json"):
+        PrivateBayesClassifier.load(tmp_path)
+    held = json.loads((folder / "estimator.json").read_text())
+    assert held["params"]["epsilon"] == 3.0
+
+
+def test_objects_among_the_arguments_are_saved(tmp_path):
+    x, y = line()
+    model = PrivateBayesRegressor(
+        dpbnn.SGLD(learning_rate=1e-3), bounds={"x0": (0, 1), "x1": (0, 1), "x2": (0, 1)},
+        target_bounds=(0, 1), prior=dpbnn.Gaussian(0.5), epochs=20, epsilon=None,
+    )  # fmt: skip
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(x, columns=["x0", "x1", "x2"])
+    model.fit(frame, y).save(tmp_path / "model")
+    again = PrivateBayesRegressor.load(tmp_path / "model")
+    assert again.get_params() == model.get_params()
+    assert np.array_equal(again.predict(frame), model.predict(frame))
+    assert not again.privacy_.private
+
+
+def test_pickles_predict_the_same(digits, fitted):
+    again = pickle.loads(pickle.dumps(fitted))
+    assert np.array_equal(again.predict_proba(digits[2]), fitted.predict_proba(digits[2]))
+
+
+def test_diagnostics_are_of_public_inputs(fitted):
+    found = fitted.diagnostics_
+    assert found.draws == 100
+    assert found.to_dict()["functions"] == 2560
+    assert str(found.worst["rhat"]) == str(fitted.diagnostics_.worst["rhat"])
+
+
+def test_nothing_about_the_data_is_logged(caplog, capfd):
+    x, y = line()
+    with caplog.at_level(logging.DEBUG):
+        PrivateBayesClassifier(**LINE, progress=True).fit(x, y)
+    streams = capfd.readouterr()
+    shown = caplog.text + streams.out + streams.err
+    assert "step 20/20" in shown
+    for word in ("loss", "score", "accuracy", "norm"):
+        assert word not in shown.lower()
