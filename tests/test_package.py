@@ -60,7 +60,7 @@ BELOW = {
         "training",
         "",
     },
-    "runs": {"privacy", "data", "estimators", "", "__version__"},
+    "runs": {"posteriors", "privacy", "data", "estimators", "", "__version__"},
     "reproduce": {
         "privacy",
         "contributions",

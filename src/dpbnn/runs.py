@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import hashlib
 import json
 import os
 import platform
@@ -19,6 +18,7 @@ from typing import Any
 import dpbnn
 from dpbnn.data.schema import Schema
 from dpbnn.estimators.base import PrivateBayes
+from dpbnn.posteriors.folder import file_hash, put_in_place
 from dpbnn.privacy.ledger import Ledger
 
 __all__ = ["Run", "Workspace", "new_run"]
@@ -60,7 +60,7 @@ class Run:
         if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
             raise ValueError(f"{path}: not a run of version {VERSION}; fit it again")
         for name, expected in manifest["hashes"].items():
-            if not (folder / name).is_file() or _hash(folder / name) != expected:
+            if not (folder / name).is_file() or file_hash(folder / name) != expected:
                 raise ValueError(
                     f"{folder / name}: missing, or not what was saved; copy the whole folder again"
                 )
@@ -128,7 +128,7 @@ class Workspace:
                 "python": platform.python_version(),
             },
             "hashes": {
-                str(path.relative_to(self.folder)): _hash(path)
+                str(path.relative_to(self.folder)): file_hash(path)
                 for path in sorted(self.folder.rglob("*"))
                 if path.is_file() and path.name != LEDGER
             },
@@ -162,7 +162,7 @@ def new_run(out: Path, *, overwrite: bool, ledger: Path | None = None) -> Iterat
         if own.exists():
             shutil.copy2(own, partial / LEDGER)
         partial.chmod(0o755)
-        _move(partial, out)
+        put_in_place(partial, out)
     except BaseException:
         if _spent(partial / LEDGER) and not own.exists():
             out.mkdir(exist_ok=True)
@@ -185,23 +185,8 @@ def _check_place(out: Path, overwrite: bool) -> None:
         )
 
 
-def _move(partial: Path, out: Path) -> None:
-    if out.exists() and any(out.iterdir()):
-        old = partial.with_name(partial.name + ".old")
-        os.rename(out, old)
-        os.rename(partial, out)
-        shutil.rmtree(old)
-    else:
-        os.rename(partial, out)
-
-
 def _spent(path: Path) -> bool:
     return path.is_file() and Ledger(path).releases > 0
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _version(name: str) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from dpbnn import methods, priors, training
 from dpbnn.methods.base import Method
 from dpbnn.posteriors import Posterior
+from dpbnn.posteriors.folder import put_in_place
 from dpbnn.priors import Prior
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan
@@ -55,13 +56,7 @@ def save(estimator: PrivateBayes, folder: Path, overwrite: bool) -> None:
         }
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         partial.chmod(0o755)
-        if folder.exists():
-            old = partial.with_name(partial.name + ".old")
-            os.rename(folder, old)
-            os.rename(partial, folder)
-            shutil.rmtree(old)
-        else:
-            os.rename(partial, folder)
+        put_in_place(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -25,7 +25,7 @@ from dpbnn.posteriors.storage import IterateStore
 if TYPE_CHECKING:
     from dpbnn.posteriors.base import Posterior
 
-__all__ = ["load"]
+__all__ = ["file_hash", "load", "put_in_place"]
 
 FORMAT, VERSION = "dpbnn-posterior", 1
 MANIFEST, MODEL = "manifest.json", "model.safetensors"
@@ -95,13 +95,13 @@ def save(posterior: Posterior, folder: Path, overwrite: bool) -> None:
             "settings": posterior.settings,
             "options": posterior._options(),
             "versions": {"dpbnn": __version__, "torch": torch.__version__},
-            "files": {path.name: _hash(path) for path in sorted(partial.iterdir())},
+            "files": {path.name: file_hash(path) for path in sorted(partial.iterdir())},
         }
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         for path in (*partial.iterdir(), partial):
             _sync(path)
         partial.chmod(0o755)
-        _replace(partial, folder)
+        put_in_place(partial, folder)
         _sync(folder.absolute().parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -150,7 +150,7 @@ def _check_hash(folder: Path, name: str, expected: str) -> None:
         raise ValueError(
             f"{folder} lacks the file {name!r} of its manifest; copy the whole folder."
         )
-    if _hash(folder / name) != expected:
+    if file_hash(folder / name) != expected:
         raise ValueError(
             f"{folder / name} is not the file that was saved (its sha256 differs from the "
             f"manifest's); copy the folder again from its source."
@@ -217,7 +217,8 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     safetensors.torch.save_file(plain, path)
 
 
-def _hash(path: Path) -> str:
+def file_hash(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -253,7 +254,8 @@ def _check_target(folder: Path, overwrite: bool) -> None:
         )
 
 
-def _replace(partial: Path, folder: Path) -> None:
+def put_in_place(partial: Path, folder: Path) -> None:
+    """Move a finished folder to its place; what was there goes once the new one stands."""
     if folder.exists() and any(folder.iterdir()):
         old = partial.with_name(partial.name + ".old")
         os.rename(folder, old)
