@@ -58,7 +58,7 @@ def test_the_scaling_moves_by_its_sensitivity_and_sees_nothing_else(monkeypatch)
     assert 0 < result.worst <= 2.0  # exchanging a record may move twice what zeroing it out may
 
 
-def test_tuning_never_sees_the_test_rows():
+def test_tuning_on_a_split_does_not_see_its_test_rows():
     for name in uci.DATASETS:
         train, held = uci.indices(name, 0, tuning=True)
         _, test = uci.indices(name, 0, tuning=False)

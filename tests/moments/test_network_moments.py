@@ -216,6 +216,26 @@ def test_contributions_do_not_depend_on_chunks_and_answer_the_contract():
     assert empty.gram().shape == (0, 0)
 
 
+@pytest.mark.parametrize("heat", [1.0, 5.0])
+def test_the_noises_coordinate_is_the_derivative_by_its_logarithm(heat):
+    torch.manual_seed(0)
+    net = dpbnn.mlp(4, (6,), 1).double()
+    model = NetworkMoments(net, GaussianNoise(None), dpbnn.Gaussian(1.0), 50, noise_start=0.4)
+    model.temper(heat)
+    q = model.start().moments()
+    x, y = batch(outputs=1)
+    log_noise = torch.tensor(math.log(0.4), dtype=torch.float64, requires_grad=True)
+    placed = {n: layer.at(q.mean[n], q.covariance[n]) for n, layer in model.layers.items()}
+    m, v = propagate(placed, x)
+    total = v + heat * log_noise.exp()
+    value = -0.5 * (torch.log(total) + (y - m).square() / total)
+    (exact,) = torch.autograd.grad(value.sum(), log_noise)
+    found = model.factors(q, x, y).extra["noise"].sum() / math.sqrt(2 / 50)
+    torch.testing.assert_close(found, exact.detach())
+    model.learn({"noise": torch.tensor(0.1)}, step=0.5)
+    assert model.noise == pytest.approx(0.4 * math.exp(0.5 * 50 * math.sqrt(2 / 50) * 0.1))
+
+
 def test_an_example_does_not_see_another():
     model = network((6,), outputs=1)
     q = model.start().moments()

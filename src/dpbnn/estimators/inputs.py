@@ -45,9 +45,12 @@ class Scaling:
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
         """Return values clipped to the bounds and scaled to [-1, 1]."""
-        clipped = np.clip(values, self.low, self.high)
-        scaled = np.clip((clipped - self.middle) / self.half, -1.0, 1.0)
-        return np.where(np.isfinite(values), scaled, np.nan)
+        scaled = np.clip(values, self.low, self.high)
+        scaled -= self.middle
+        scaled /= self.half
+        np.clip(scaled, -1.0, 1.0, out=scaled)
+        scaled[~np.isfinite(values)] = np.nan
+        return scaled
 
 
 def as_array(values: Any) -> Any:

@@ -67,8 +67,7 @@ class SEP(Method):
         start_variance: variance of the first approximation, as a share of the prior's.
         heat: factor on the noise variance at the first step, falling to 1 over `cooling`.
         cooling: share of the steps.
-        floor: smallest precision, as a share of the prior's. Below 1, noise can make a weight that
-            the data does not speak of wider than its prior, and the noise on it larger.
+        floor: smallest precision, as a share of the prior's.
         blocks: number of separately clipped blocks: 1, or 2 for means and precisions.
         always_clip: clip under an open plan as well, which is the paper's "clipped SEP".
         printed: the update as the DP-SEP paper prints it; see `paper`.
@@ -84,7 +83,7 @@ class SEP(Method):
     start_variance: float = 1.0
     heat: float = 1.0
     cooling: float = 0.5
-    floor: float = 1.0
+    floor: float = 0.5
     blocks: int = 1
     always_clip: bool = False
     printed: bool = False

@@ -113,7 +113,7 @@ class NetworkMoments(MomentModel):
         g_m, g_v = self._head(m, v, y)
         extra: dict[str, Tensor] = {}
         if self.learned:
-            extra["noise"] = math.sqrt(2 / self.n) * self.noise * g_v.sum(1)
+            extra["noise"] = math.sqrt(2 / self.n) * self.heat * self.noise * g_v.sum(1)
         slope: dict[str, Tensor] = {}
         curvature: dict[str, Tensor] = {}
         for name, kept, by_mean, by_variance in _backward(passes, g_m, g_v):

@@ -93,32 +93,7 @@ class PLD(Accountant):
         return None
 
     def _epsilon(self, events: list[Event], delta: float, relation: Relation) -> float:
-        from dp_accounting.pld import privacy_loss_distribution
-
-        amplified, mu = _split(events, relation)
-        rounding = 4 * 2.0**-52 * sum(count for *_, count in amplified)
-        if rounding > delta / 2:
-            raise UnsupportedEvent(
-                f"delta={delta} is too small for the pld accountant at so many releases; "
-                f"use accountant='rdp' or a larger delta"
-            )
-        tails = [_tail(rate, count, delta) for rate, _, count in amplified]
-        interval = max(
-            (_interval(r, s, tail) for (r, s, _), tail in zip(amplified, tails, strict=True)),
-            default=1e-4,
-        )
-        total = None
-        for (rate, sigma, count), tail in zip(amplified, tails, strict=True):
-            points = _widest_loss(rate, sigma, tail) / interval
-            part = _self_compose(_poisson_pld(rate, sigma, interval, tail), count, points)
-            total = part if total is None else total.compose(part)
-        if mu > 0:
-            part = privacy_loss_distribution.from_gaussian_mechanism(
-                1 / mu, value_discretization_interval=interval
-            )
-            total = part if total is None else total.compose(part)
-        assert total is not None
-        return float(total.get_epsilon_for_delta(delta - rounding))
+        return _pld_epsilon(tuple(events), delta, relation)
 
 
 class RDP(Accountant):
@@ -338,6 +313,36 @@ def _interval(rate: float, sigma: float, tail: float) -> float:
     while step < widest / 60_000:
         step *= 2
     return step
+
+
+@functools.lru_cache(maxsize=256)
+def _pld_epsilon(events: tuple[Event, ...], delta: float, relation: Relation) -> float:
+    from dp_accounting.pld import privacy_loss_distribution
+
+    amplified, mu = _split(list(events), relation)
+    rounding = 4 * 2.0**-52 * sum(count for *_, count in amplified)
+    if rounding > delta / 2:
+        raise UnsupportedEvent(
+            f"delta={delta} is too small for the pld accountant at so many releases; "
+            f"use accountant='rdp' or a larger delta"
+        )
+    tails = [_tail(rate, count, delta) for rate, _, count in amplified]
+    interval = max(
+        (_interval(r, s, tail) for (r, s, _), tail in zip(amplified, tails, strict=True)),
+        default=1e-4,
+    )
+    total = None
+    for (rate, sigma, count), tail in zip(amplified, tails, strict=True):
+        points = _widest_loss(rate, sigma, tail) / interval
+        part = _self_compose(_poisson_pld(rate, sigma, interval, tail), count, points)
+        total = part if total is None else total.compose(part)
+    if mu > 0:
+        part = privacy_loss_distribution.from_gaussian_mechanism(
+            1 / mu, value_discretization_interval=interval
+        )
+        total = part if total is None else total.compose(part)
+    assert total is not None
+    return float(total.get_epsilon_for_delta(delta - rounding))
 
 
 @functools.lru_cache(maxsize=256)
