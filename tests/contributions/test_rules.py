@@ -11,7 +11,9 @@ from torch import nn
 
 from dpbnn.contributions import attach
 from dpbnn.contributions.outer import Outer
-from dpbnn.networks import to_gaussian
+from dpbnn.contributions.rules import learned_noise
+from dpbnn.likelihoods import HeteroscedasticGaussian
+from dpbnn.networks import LearnedNoise, to_gaussian
 
 drawn = settings(max_examples=25, deadline=None, derandomize=True)
 small = st.integers(1, 3)
@@ -291,3 +293,16 @@ def test_in_place_activations_after_a_layer():
     )
     x, y = batch((6,), None)
     assert_matches(attach(model, "categorical")(x, y), per_example(model, "categorical", x, y))
+
+
+@pytest.mark.parametrize("positions", [1, 4])
+def test_a_learned_noise(positions):
+    """One log-variance for all examples, and for all positions of an example."""
+    swap = Apply(lambda x: x if positions > 1 else x.squeeze(1))
+    model = nn.Sequential(swap, nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2), LearnedNoise(2, 0.3))
+    x, _ = batch((positions, 5), None)
+    y = torch.randn(len(x), positions, 2) if positions > 1 else torch.randn(len(x), 2)
+    likelihood = HeteroscedasticGaussian()
+    attached = attach(model, likelihood)
+    assert learned_noise in [unit.rule for unit in attached.units]
+    assert_matches(attached(x, y), per_example(model, likelihood, x, y))

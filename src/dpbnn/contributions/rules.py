@@ -15,7 +15,7 @@ from dpbnn.contributions.outer import ConvFactors, Factors, LinearFactors, Outer
 from dpbnn.contributions.rounding import accurate, squares
 from dpbnn.contributions.sites import Direct, Rows, Site, summed_positions
 from dpbnn.contributions.tape import Discovery, Tape
-from dpbnn.networks import GaussianConv2d, GaussianLayer, GaussianLinear
+from dpbnn.networks import GaussianConv2d, GaussianLayer, GaussianLinear, LearnedNoise
 
 Recorder = Tape | Discovery
 Forward = Callable[..., Any]
@@ -276,6 +276,20 @@ def channel_norm(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
     return forward
 
 
+def learned_noise(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
+    """LearnedNoise: sum_t g_t over the outputs that hold the log-variance."""
+    assert isinstance(module, LearnedNoise)
+    name, width = unit.names["log_variance"], len(module.log_variance)
+
+    def build(a: Tensor, g: Tensor) -> list[Site]:
+        return _direct(name, _rows(g)[..., -width:], 1)
+
+    def forward(x: Tensor) -> Tensor:
+        return tape.tap(unit.path, x, LearnedNoise.forward(module, x), build)
+
+    return forward
+
+
 def attention(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
     """MultiheadAttention, written out through its linear maps."""
     assert isinstance(module, nn.MultiheadAttention)
@@ -374,6 +388,7 @@ RULES: dict[type[nn.Module], Callable[[nn.Module, Unit, Recorder], Forward]] = {
     nn.InstanceNorm3d: channel_norm,
     GaussianLinear: gaussian,
     GaussianConv2d: gaussian,
+    LearnedNoise: learned_noise,
     nn.MultiheadAttention: attention,
 }
 
