@@ -11,7 +11,7 @@ __all__ = ["svg"]
 
 _COLOURS = ("#1b6ca8", "#c4572e", "#3a8f4d", "#7b5ea7", "#8a6d3b", "#555555")
 _DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 4", "1 4")
-_PANEL, _HEIGHT, _LEFT, _TOP, _BOTTOM = 330.0, 330.0, 58.0, 58.0, 250.0
+_PANEL, _HEIGHT, _LEFT, _TOP, _BOTTOM = 330.0, 346.0, 58.0, 74.0, 266.0
 
 
 def svg(title: str, figure: Figure) -> str:
@@ -42,7 +42,7 @@ def svg(title: str, figure: Figure) -> str:
         y = Scale((10.0**lowest, 10.0 ** max(highest, lowest + 1)), (_BOTTOM, _TOP), log=True)
         drawing.y_axis(y, left, figure.y if not index else "", right=x.range[1])
         drawing.x_axis(x, _BOTTOM, figure.x)
-        drawing.text(sum(x.range) / 2, _TOP - 8, panel, "label middle")
+        drawing.text(sum(x.range) / 2, _TOP - 28, panel, "label middle")
         for curve in figure.curves:
             if curve.panel == panel:
                 line = [(x(a), y(b)) for a, b in _points(curve)]
