@@ -166,7 +166,7 @@ def conformalize(
     if not 1e-3 <= beta < 1:
         raise ValueError(f"beta={beta}: must lie between 0.001 and 1; try 0.01")
     x, y = checked(data)
-    budget = Budget.of(posterior, len(x), epsilon, delta, plan, ledger, 1)
+    budget = Budget.of(posterior.privacy, len(x), epsilon, delta, plan, ledger, 1)
     if budget.plan.steps != 1:
         raise ValueError(f"plan: has {budget.plan.steps} steps; the counts need one")
     task, scores = _scores(posterior.predict(x, samples, seed=seed), y)

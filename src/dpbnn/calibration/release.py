@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.base import DenseContributions
+from dpbnn.contributions.base import ChunkedContributions, Contributions, DenseContributions
 from dpbnn.predictive import ClassPredictive, Predictive, RealPredictive
 from dpbnn.privacy.events import Event
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.plan import Plan, plan
-from dpbnn.privacy.statement import PrivacyStatement
+from dpbnn.privacy.statement import PrivacyStatement, statement_of
 
 _ROWS = 1 << 21  # numbers of a block of contributions
 
@@ -34,7 +34,7 @@ class Budget:
     @classmethod
     def of(
         cls,
-        posterior: Any,
+        before: PrivacyStatement | Mapping[str, Any] | None,
         n: int,
         epsilon: float | None,
         delta: float | None,
@@ -42,10 +42,18 @@ class Budget:
         ledger: Ledger | None,
         steps: int,
     ) -> Budget:
-        """Settle the noise and check the ledger's budget, before any data is read."""
-        before = posterior.privacy
-        if isinstance(before, dict):
-            before = PrivacyStatement.from_dict(before)
+        """Settle the noise and check the ledger's budget, before any data is read.
+
+        Args:
+            before: the statement of the training, or its `to_dict()`.
+            n: number of calibration records.
+            epsilon: the budget, where there is no plan.
+            delta: by default the ledger's, or that of the training.
+            given: the plan, where there is no epsilon.
+            ledger: by default one in memory.
+            steps: number of releases, where there is no plan.
+        """
+        before = None if before is None else statement_of(before)
         relation = None if before is None else before.relation
         ledger = Ledger(relation=relation) if ledger is None else ledger
         if relation is not None and ledger.relation is not relation:
@@ -144,7 +152,7 @@ class Budget:
         ]
 
 
-class RowBlocks:
+class RowBlocks(ChunkedContributions):
     """Dense contributions that are made block by block, so that memory does not grow with n.
 
     Args:
@@ -162,7 +170,7 @@ class RowBlocks:
         self.device = torch.device("cpu")
         self._size = max(1, _ROWS // max(width, work))
 
-    def chunks(self) -> Iterator[DenseContributions]:
+    def chunks(self) -> Iterator[Contributions]:
         """Yield the contributions of every block."""
         for first in range(0, self.batch_size, self._size):
             yield DenseContributions(self.rows(first, min(first + self._size, self.batch_size)))
@@ -171,7 +179,7 @@ class RowBlocks:
 def release(gate: Gate, contributions: RowBlocks) -> Tensor:
     """Return the noised sum of all records' contributions, in float64."""
     records = torch.arange(contributions.batch_size)
-    return gate(contributions, records=records)["value"].double()  # type: ignore[arg-type]
+    return gate(contributions, records=records)["value"].double()
 
 
 def checked(data: Any) -> tuple[Tensor, Tensor]:

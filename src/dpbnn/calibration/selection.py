@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.plan import Plan
-from dpbnn.privacy.statement import PrivacyStatement
+from dpbnn.privacy.statement import PrivacyStatement, statement_of
 
 __all__ = ["Selection", "select"]
 
@@ -88,8 +87,8 @@ def select(
         raise ValueError(f"score={score!r}: must be 'log_prob' or 'accuracy'")
     x, y = checked(data)
     _check_ledger(named, ledger)
-    first = SimpleNamespace(privacy=_privacy(next(iter(named.values()))))
-    budget = Budget.of(first, len(x), epsilon, delta, plan, ledger, 1)
+    first = next(iter(named.values()))
+    budget = Budget.of(_privacy(first), len(x), epsilon, delta, plan, ledger, 1)
     if budget.plan.steps != 1:
         raise ValueError(f"plan: has {budget.plan.steps} steps; a selection needs one")
     scores = torch.stack([_scores(c, x, y, score, samples, seed) for c in named.values()], 1)
@@ -130,7 +129,7 @@ def _scores(candidate: Any, x: Tensor, y: Tensor, score: str, samples: int, seed
 
 def _privacy(candidate: Any) -> PrivacyStatement | None:
     found = candidate.privacy_ if hasattr(candidate, "privacy_") else candidate.privacy
-    return PrivacyStatement.from_dict(found) if isinstance(found, dict) else found
+    return None if found is None else statement_of(found)
 
 
 def _check_ledger(candidates: dict[Any, Any], ledger: Ledger) -> None:

@@ -102,7 +102,7 @@ def recalibrate(
         noise: the source of noise; a new one from operating-system entropy by default.
     """
     x, y = checked(data)
-    budget = Budget.of(posterior, len(x), epsilon, delta, plan, ledger, STEPS)
+    budget = Budget.of(posterior.privacy, len(x), epsilon, delta, plan, ledger, STEPS)
     predictive = posterior.predict(x, samples, seed=seed)
     task, derivative, work = _derivative(predictive, y)
     gate = budget.gate(CLIP, "recalibration", noise)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -62,9 +64,10 @@ def demo_command(out: Path, quiet: bool, as_json: bool) -> None:
     examples = report.select_examples(
         predictive, y_test, images=x_test.reshape(-1, 8, 8) / 16, classes=schema.classes or ()
     )
-    written = report.write(
-        _shown(page(run, evaluation, test_data_public=True), examples), run.folder / REPORT
+    contents = dataclasses.replace(
+        page(run, evaluation, test_data_public=True), title="Handwritten digits", examples=examples
     )
+    written = report.write(contents, run.folder / REPORT)
     right = predictive.mode.numpy() == y_test
     speaker.say(evaluation)
     speaker.say(
@@ -85,16 +88,8 @@ def _digits() -> Any:
     return train_test_split(images, labels, stratify=labels, test_size=0.25, random_state=0)
 
 
-def _shown(contents: Any, examples: Any) -> Any:
-    import dataclasses
-
-    return dataclasses.replace(contents, title="Handwritten digits", examples=examples)
-
-
 def _clear(out: Path) -> None:
     """Remove an earlier demo, whose data is public; anything else stays."""
-    import json
-
     manifest = out / "manifest.json"
     if manifest.is_file():
         settings = json.loads(manifest.read_text()).get("settings", {})

@@ -70,6 +70,43 @@ class Contributions(ABC):
         return dict(given)
 
 
+class ChunkedContributions(Contributions):
+    """Contributions that exist one chunk of examples at a time; a subclass yields the chunks."""
+
+    @abstractmethod
+    def chunks(self) -> Iterator[Contributions]:
+        """Yield contributions whose examples, in order, make up this batch."""
+
+    def squared_norms(self) -> dict[str, Tensor]:
+        """Return |c_i|^2 per released name, never below the truth (float64, [batch])."""
+        parts = [chunk.squared_norms() for chunk in self.chunks()]
+        empty = torch.zeros(0, dtype=torch.float64, device=self.device)
+        return {name: torch.cat([empty, *(part[name] for part in parts)]) for name in self.shapes}
+
+    def weighted_sum(self, w: Weights) -> dict[str, Tensor]:
+        """Return sum_i w_i c_i per released name, in float32 or better."""
+        weights = self.per_name(w)
+        once = {id(values): values for values in weights.values()}
+        total: dict[str, Tensor] = {}
+        first = 0
+        for chunk in self.chunks():
+            rows = slice(first, first + chunk.batch_size)
+            pieces = {key: values[rows] for key, values in once.items()}
+            part = chunk.weighted_sum({name: pieces[id(v)] for name, v in weights.items()})
+            total = {name: total[name] + v if name in total else v for name, v in part.items()}
+            first = rows.stop
+        if not total:
+            return {n: torch.zeros(s, device=self.device) for n, s in self.shapes.items()}
+        return total
+
+    def inner(self, other: Contributions) -> Tensor:
+        """Return the inner products <c_i, d_j> with another batch's contributions (float64)."""
+        rows = [torch.cat([a.inner(b) for b in other.chunks()], 1) for a in self.chunks()]
+        if not rows:
+            return torch.zeros(0, other.batch_size, dtype=torch.float64, device=self.device)
+        return torch.cat(rows)
+
+
 def masked(values: Tensor, finite: Tensor) -> Tensor:
     """Return the values with the rows of non-finite examples replaced by zero."""
     return values.masked_fill(~finite.view(-1, *[1] * (values.dim() - 1)), 0.0)

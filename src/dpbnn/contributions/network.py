@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.base import Contributions, Weights
+from dpbnn.contributions.base import ChunkedContributions, Contributions, Weights
 from dpbnn.contributions.rounding import INFLATION, full_precision
 from dpbnn.contributions.sites import Direct, Site, merge
 
@@ -116,7 +116,7 @@ class NetworkContributions(Contributions):
         return result
 
 
-class Microbatched(Contributions):
+class Microbatched(ChunkedContributions):
     """Contributions recorded chunk by chunk, each time they are asked for.
 
     Model randomness is replayed: every pass over a chunk sees the same dropout masks, and all
@@ -160,27 +160,3 @@ class Microbatched(Contributions):
         """Yield contributions whose examples, in order, make up this batch."""
         for index in range(len(self._starts) - 1):
             yield self._chunk(index)
-
-    def squared_norms(self) -> dict[str, Tensor]:
-        """Return |c_i|^2 per released name, never below the truth (float64, [batch])."""
-        parts = [chunk.squared_norms() for chunk in self.chunks()]
-        return {name: torch.cat([part[name] for part in parts]) for name in self.shapes}
-
-    def weighted_sum(self, w: Weights) -> dict[str, Tensor]:
-        """Return sum_i w_i c_i per released name, in float32 or better."""
-        weights = self.per_name(w)
-        once = {id(values): values for values in weights.values()}
-        total: dict[str, Tensor] = {}
-        for chunk, start in zip(self.chunks(), self._starts, strict=False):
-            rows = slice(start, start + chunk.batch_size)
-            pieces = {key: values[rows] for key, values in once.items()}
-            part = chunk.weighted_sum({n: pieces[id(v)] for n, v in weights.items()})
-            total = {name: total[name] + v if name in total else v for name, v in part.items()}
-        return total
-
-    def inner(self, other: Contributions) -> Tensor:
-        """Return the inner products <c_i, d_j> with another batch's contributions (float64)."""
-        rows = []
-        for chunk in self.chunks():
-            rows.append(torch.cat([chunk.inner(piece) for piece in other.chunks()], 1))
-        return torch.cat(rows)

@@ -169,8 +169,8 @@ def _parse(
         own = [name.strip() for name in top]
         if names is None and _looks_like_data(top):
             raise TableError(
-                f"{path}: the first line holds only numbers, so it is no header; pass header=False "
-                f"(--no-header), or name the columns"
+                f"{path}: the first line holds only numbers, so it is no header; pass "
+                f"header=False, or name the columns (names=[...], --names)"
             )
     else:
         own = [f"x{i}" for i in range(len(top))]

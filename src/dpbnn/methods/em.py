@@ -11,10 +11,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.base import Contributions, DenseContributions
+from dpbnn.contributions.base import ChunkedContributions, Contributions, DenseContributions
 from dpbnn.methods.base import Method, Problem, Process
 from dpbnn.mixtures import GaussianMixture, whitened
-from dpbnn.moments import FactorContributions
 from dpbnn.moments.coordinates import packed, unpacked
 from dpbnn.posteriors import MixturePosterior, Posterior
 from dpbnn.priors import Flat, Gaussian
@@ -133,7 +132,7 @@ class EM(Method):
         return EMProcess(self, problem)
 
 
-class StatisticContributions(FactorContributions):
+class StatisticContributions(ChunkedContributions):
     """Expected sufficient statistics of a batch, computed chunk by chunk.
 
     Args:

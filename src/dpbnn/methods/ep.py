@@ -27,6 +27,12 @@ __all__ = ["EP"]
 _FEWEST = 10  # records
 
 
+def check_records(n: int) -> None:
+    """Refuse data that is too small for expectation propagation."""
+    if n < _FEWEST:
+        raise ValueError(f"n={n}: expectation propagation needs {_FEWEST} records or more")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sequential(Method):
     """Settings of methods that visit records one at a time; they need an open plan.
@@ -51,8 +57,7 @@ class Sequential(Method):
                 f"{type(self).__name__} is not private: it visits raw records; use dpbnn.SEP(...) "
                 f"with this plan, or dpbnn.open_plan(...)"
             )
-        if plan.n < _FEWEST:
-            raise ValueError(f"n={plan.n}: expectation propagation needs {_FEWEST} records or more")
+        check_records(plan.n)
         return plan, math.inf
 
 

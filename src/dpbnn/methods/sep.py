@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dpbnn.methods.base import Method, Problem, Process
-from dpbnn.methods.ep import EP
+from dpbnn.methods.ep import EP, check_records
 from dpbnn.mixtures import GaussianMixture
 from dpbnn.moments import (
     Coordinates,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SEP", "moment_model"]
 
-_FEWEST = 10  # records
 _MOST = 1e12  # largest precision, in units of the prior's
 _FAR = 1e3  # largest mean, in prior standard deviations
 
@@ -165,8 +164,7 @@ class SEP(Method):
 
     def settled(self, plan: Plan) -> tuple[Plan, float | dict[str, float]]:
         """Return the plan as it is, and the clip of every block."""
-        if plan.n < _FEWEST:
-            raise ValueError(f"n={plan.n}: expectation propagation needs {_FEWEST} records or more")
+        check_records(plan.n)
         if not (plan.private or self.always_clip):
             return plan, math.inf
         if self.blocks == 1:
@@ -182,15 +180,9 @@ class SEP(Method):
 
 
 def moment_model(problem: Problem, **options: Any) -> MomentModel:
-    """Return the moment model of a problem: the model's own, or that of a ReLU network.
-
-    A module that is no ReLU network brings its own by a method `moment_model(problem)`.
-    """
+    """Return the moment model of a problem: that of a mixture, or of a ReLU network."""
     if isinstance(problem.model, GaussianMixture):
         return MixtureMoments(problem.model, problem.prior, **options)
-    own = getattr(problem.model, "moment_model", None)
-    if own is not None:
-        return own(problem)
     return NetworkMoments(problem.model, problem.likelihood, problem.prior, problem.n, **options)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.base import Contributions, DenseContributions, Weights
+from dpbnn.contributions.base import ChunkedContributions, Contributions, DenseContributions
 from dpbnn.moments.base import Factors, MomentModel, Moments, Natural, applied
 
 __all__ = ["Coordinates", "FactorContributions", "Raw", "Whitened", "packed", "unpacked"]
@@ -139,7 +139,7 @@ class Raw(Coordinates):
         return first, second
 
 
-class FactorContributions(Contributions):
+class FactorContributions(ChunkedContributions):
     """The factors of a batch, in some coordinates, less an offset; computed chunk by chunk.
 
     Args:
@@ -177,31 +177,6 @@ class FactorContributions(Contributions):
             for name, value in self.offset.items():
                 vectors[name].sub_(value)
             yield DenseContributions(vectors)
-
-    def squared_norms(self) -> dict[str, Tensor]:
-        """Return |c_i|^2 per released name, never below the truth (float64, [batch])."""
-        parts = [chunk.squared_norms() for chunk in self.chunks()]
-        empty = torch.zeros(0, dtype=torch.float64, device=self.device)
-        return {n: torch.cat([empty, *(part[n] for part in parts)]) for n in self.shapes}
-
-    def weighted_sum(self, w: Weights) -> dict[str, Tensor]:
-        """Return sum_i w_i c_i per released name, in float32 or better."""
-        weights = self.per_name(w)
-        total = {n: torch.zeros(s, device=self.device) for n, s in self.shapes.items()}
-        first = 0
-        for chunk in self.chunks():
-            last = first + chunk.batch_size
-            part = chunk.weighted_sum({n: values[first:last] for n, values in weights.items()})
-            total = {n: total[n] + part[n] for n in total}
-            first = last
-        return total
-
-    def inner(self, other: Contributions) -> Tensor:
-        """Return the inner products <c_i, d_j> with another batch's contributions (float64)."""
-        rows = [torch.cat([a.inner(b) for b in other.chunks()], 1) for a in self.chunks()]
-        if not rows:
-            return torch.zeros(0, other.batch_size, dtype=torch.float64, device=self.device)
-        return torch.cat(rows)
 
 
 def packed(matrix: Tensor) -> Tensor:

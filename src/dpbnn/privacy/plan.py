@@ -344,16 +344,14 @@ def plan(
         assert epsilon is not None
         form = shape or ((1.0, length),)
 
-        def rough(scale: float) -> float:
-            events = _events(draw, _scaled(form, scale)) + others
-            return accountants.accountant("gdp-clt").epsilon(events, delta, relation)
+        quick = accountants.accountant("gdp-clt")
+        fits = all(quick.supports(e, relation) is None for e in (draw.event(1.0), *others))
 
-        known = accountants.accountant("gdp-clt")
-        fits = all(known.supports(e, relation) is None for e in (draw.event(1.0), *others))
-        scale = _solve_scale(
-            lambda s: cost(_scaled(form, s)), epsilon, rough if fits and chosen != known else None
-        )
-        sigmas = _scaled(form, scale)
+        def rough(scale: float) -> float:
+            return quick.epsilon(_events(draw, _scaled(form, scale)) + others, delta, relation)
+
+        model = rough if fits and chosen != quick else None
+        sigmas = _scaled(form, _solve_scale(lambda s: cost(_scaled(form, s)), epsilon, model))
     elif length is None:
         assert epsilon is not None
         sigma = sigmas[0][0]

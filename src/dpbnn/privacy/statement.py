@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dpbnn.privacy import accountants
@@ -206,6 +206,13 @@ class PrivacyStatement:
             *(_item("Caveat", caveat) for caveat in self.caveats),
         ]
         return "\n".join(lines)
+
+
+def statement_of(privacy: PrivacyStatement | Mapping[str, Any]) -> PrivacyStatement:
+    """Return the statement, from its `to_dict()` where that was given."""
+    if isinstance(privacy, PrivacyStatement):
+        return privacy
+    return PrivacyStatement.from_dict(dict(privacy))
 
 
 def _mechanisms(

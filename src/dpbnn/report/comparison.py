@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dpbnn.privacy.statement import PrivacyStatement
+from dpbnn.privacy.statement import PrivacyStatement, statement_of
 from dpbnn.report import charts, figures
 from dpbnn.report.page import ComparisonRow
-from dpbnn.report.reading import Reading, read, statement_of
+from dpbnn.report.reading import Reading, read
 from dpbnn.report.template import environment, hero, replace
 
 __all__ = ["render_comparison", "write_comparison"]

@@ -9,9 +9,9 @@ from typing import Any
 
 from dpbnn.privacy.plan import round_up
 from dpbnn.privacy.relation import Relation
-from dpbnn.privacy.statement import PrivacyStatement
+from dpbnn.privacy.statement import PrivacyStatement, statement_of
 
-__all__ = ["Reading", "guess_chance", "percent_up", "read", "small", "statement_of"]
+__all__ = ["Reading", "guess_chance", "percent_up", "read", "small"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +71,6 @@ def percent_up(share: float) -> str:
         if (up := math.ceil(share * 100 * scale - 1e-9) / scale) < 100:
             return f"{up:.{digits}f}\N{NO-BREAK SPACE}%"
     return "100\N{NO-BREAK SPACE}%"
-
-
-def statement_of(privacy: PrivacyStatement | Mapping[str, Any]) -> PrivacyStatement:
-    """Return the statement, from its `to_dict()` where that was given."""
-    if isinstance(privacy, PrivacyStatement):
-        return privacy
-    return PrivacyStatement.from_dict(dict(privacy))
 
 
 def small(value: float) -> str:
