@@ -10,7 +10,8 @@ nine tenths of a split's training data and scores them on the rest, so a split's
 that split's test rows. The settings are shared by all splits, though, and the splits overlap: a row
 that is tested in one split may have been tuned on in another. The number of tuning runs is kept
 beside the settings and goes into the statement of every private run. `speed` times a pass over data
-of Protein's size and training on data of Year's, both synthetic.
+of Protein's size and training on data of Year's, both synthetic. `benchmarks.uci_sweep` tunes
+DP-SEP on a GPU, many settings at once.
 
 Private runs see nothing of the data but through the gate: inputs and targets are scaled by public
 bounds (below), and where `statistics` is set, that share of the budget pays for their second
@@ -242,9 +243,9 @@ def method(job: dict[str, Any]) -> tuple[Any, float, float]:
     return known[kind](**settings), noise, prior
 
 
-def network(inputs: int, hidden: int, gain: float) -> torch.nn.Module:
-    """Return a network of one hidden layer, whose first random weights are `gain` times larger."""
-    model = dpbnn.mlp(inputs, (hidden,), 1)
+def network(inputs: int, hidden: int | list[int], gain: float) -> torch.nn.Module:
+    """Return a network of one or more hidden layers, the first one's start `gain` times larger."""
+    model = dpbnn.mlp(inputs, (hidden,) if isinstance(hidden, int) else hidden, 1)
     with torch.no_grad():
         model[1].weight *= gain
         model[1].bias *= gain

@@ -127,8 +127,12 @@ def test_help_has_an_example(capsys, command):
     code, out, _ = run(capsys, *command, "--help")
     assert code == 0
     assert "Usage: dpbnn" in out
+    assert "\\b" not in out
+    assert "\b" not in out
     if command:
-        assert f"dpbnn {command[0]}" in out.split("Example:")[1]
+        above, example = re.split(r"^ *Example:\n", out, flags=re.MULTILINE)
+        assert above.endswith("\n\n"), "a paragraph of its own"
+        assert example.startswith(f"    dpbnn {command[0]}"), "a line of its own"
 
 
 SCHEMA = """

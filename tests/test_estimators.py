@@ -226,6 +226,28 @@ def test_scaling_clips_and_hides_nothing_else():
     assert big(np.array([1.7e308, 0, -1.7e308])).tolist() == [1, 0, -1]
 
 
+def test_scaling_is_the_same_in_blocks_and_in_single_precision(monkeypatch):
+    values = np.random.default_rng(0).normal(0, 2, (1000, 7))
+    scaling = parsed_bounds((-1.5, np.arange(1, 8)), 7)
+    expected = 2 * (np.clip(values, -1.5, scaling.high) + 1.5) / (scaling.high + 1.5) - 1
+    for block in (1, 100, 1 << 16):
+        monkeypatch.setattr("dpbnn.estimators.inputs._BLOCK", block)
+        np.testing.assert_allclose(scaling(values), expected, atol=1e-12)
+    single = values.astype(np.float32)
+    np.testing.assert_array_equal(
+        scaling(single, np.float32), scaling(single.astype(np.float64)).astype(np.float32)
+    )
+
+
+def test_what_is_scaled_already_is_not_copied():
+    unit = parsed_bounds((-1, 1), 2)
+    inside = np.array([[-1.0, 0.5], [0.0, 1.0]], dtype=np.float32)
+    assert unit(inside, np.float32) is inside
+    assert unit(inside).dtype == np.float64
+    beyond = np.array([[-3.0, np.inf], [np.nan, 1.0]], dtype=np.float32)
+    np.testing.assert_array_equal(unit(beyond, np.float32), [[-1, np.nan], [np.nan, 1]])
+
+
 def test_tensors_and_polars_are_taken_too():
     x, y = line()
     tensors = PrivateBayesClassifier(**LINE).fit(torch.tensor(x), torch.tensor(y))

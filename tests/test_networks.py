@@ -2,9 +2,11 @@ import copy
 
 import pytest
 import torch
+from scipy import stats
 from torch import nn
 
 from dpbnn.networks import GaussianConv2d, GaussianLayer, GaussianLinear, cnn, mlp, to_gaussian
+from dpbnn.privacy.noise import fill_normal
 
 
 def test_papers_networks_have_their_sizes():
@@ -71,3 +73,30 @@ def test_rho_scale_is_the_derivative_of_the_drawn_weight():
     weight = layer.at(draw)["weight"]
     (gradient,) = torch.autograd.grad(weight.sum(), layer.weight_rho)
     torch.testing.assert_close(gradient, layer.rho_scale(draw)["weight"])
+
+
+class TestFillNormal:
+    """Model draws on the CPU, by several threads."""
+
+    def test_is_standard_normal_and_a_wrong_scale_would_be_seen(self):
+        """False alarm once in 10 000 runs."""
+        drawn = fill_normal(torch.empty(300, 1001)).double().flatten().numpy()
+        assert stats.kstest(drawn, "norm").pvalue > 1e-4
+        assert stats.kstest(1.04 * drawn, "norm").pvalue < 1e-4
+
+    def test_repeats_with_the_seed_and_only_then(self):
+        one, two, three = (
+            fill_normal(torch.empty(5000), torch.Generator().manual_seed(seed))
+            for seed in (1, 1, 2)
+        )
+        assert torch.equal(one, two)
+        assert abs(float(torch.corrcoef(torch.stack([one, three]))[0, 1])) < 4 / 5000**0.5
+        torch.manual_seed(3)
+        first, second = fill_normal(torch.empty(5000)), fill_normal(torch.empty(5000))
+        assert abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1])) < 4 / 5000**0.5
+
+    @pytest.mark.parametrize("tensor", [torch.empty(90, 80).T, torch.empty(3), torch.empty(0)])
+    def test_any_layout_and_size(self, tensor):
+        drawn = fill_normal(tensor.fill_(torch.inf))
+        assert drawn is tensor
+        assert drawn.isfinite().all()

@@ -73,7 +73,7 @@ def plan_command(as_json: bool, **arguments: Any) -> None:
 
 @cli.command("account")
 @click.argument("ledger", type=click.Path(path_type=Path))
-@click.option("--delta", type=float, help="Delta of the guarantee [default: the budget's].")
+@click.option("--delta", type=float, help="Delta of the guarantee [default: the ledger's].")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def account_command(ledger: Path, delta: float | None, as_json: bool) -> None:
     r"""Say what a ledger has spent, and state the guarantee.
@@ -139,6 +139,16 @@ def print_table(table: Table) -> None:
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else 100, highlight=False).print(table)
+
+
+def _keep_lines(command: click.Command) -> None:
+    """Mark the examples in help texts, where click reads a backspace, by that character."""
+    command.help = (command.help or "").replace("\\b\n", "\b\n")
+    for inner in getattr(command, "commands", {}).values():
+        _keep_lines(inner)
+
+
+_keep_lines(cli)
 
 
 def main(arguments: list[str] | None = None) -> None:

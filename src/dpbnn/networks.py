@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpbnn.privacy.noise import fill_normal
+
 
 def mlp(
     inputs: int = 784,
@@ -100,7 +102,7 @@ class GaussianLayer(nn.Module):
         """Return standard normal draws e for the weights and biases."""
         source = generator if generator is not None else self.generator
         return {
-            name: torch.empty_like(getattr(self, f"{name}_mu")).normal_(generator=source)
+            name: fill_normal(torch.empty_like(getattr(self, f"{name}_mu")), source)
             for name in self.drawn_names()
         }
 
@@ -137,8 +139,14 @@ class GaussianLayer(nn.Module):
 
     def forward(self, x: Tensor, sample: bool = True) -> Tensor:
         """Return the output at a fresh draw, or at the mean with `sample=False`."""
-        if sample:
-            weights = self.at(self.draw())
+        if sample:  # torch's own generator, which runs under torch.func too
+            draws = {
+                name: torch.empty_like(getattr(self, f"{name}_mu")).normal_(
+                    generator=self.generator
+                )
+                for name in self.drawn_names()
+            }
+            weights = self.at(draws)
             return self.apply_weights(x, weights["weight"], weights.get("bias"))
         return self.apply_weights(x, self.weight_mu, self.bias_mu)
 

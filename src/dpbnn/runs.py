@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import json
+import math
 import os
 import platform
 import shutil
@@ -21,7 +22,7 @@ from dpbnn.estimators.base import PrivateBayes
 from dpbnn.posteriors.folder import file_hash, put_in_place
 from dpbnn.privacy.ledger import Ledger
 
-__all__ = ["Run", "Workspace", "new_run"]
+__all__ = ["Run", "Workspace", "new_run", "plain_calibration"]
 
 FORMAT = "dpbnn-run"
 VERSION = 1
@@ -105,9 +106,13 @@ class Workspace:
     own: bool
     named: str
 
-    def book(self) -> Ledger | str:
-        """Return the ledger for an estimator; a new one of the user's gets the fit's budget."""
-        return Ledger(self.ledger) if self.own else str(self.ledger)
+    def book(self, delta: float) -> Ledger | str:
+        """Return the ledger for an estimator; a new one of the user's gets the fit's budget.
+
+        Args:
+            delta: of the run's own ledger, where it is new.
+        """
+        return Ledger(self.ledger, delta=delta) if self.own else str(self.ledger)
 
     def save(self, estimator: PrivateBayes, schema: Schema, settings: dict[str, Any]) -> None:
         """Write model, schema and manifest; the manifest names the ledger, not the model."""
@@ -120,6 +125,7 @@ class Workspace:
             "version": VERSION,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "settings": settings,
+            "calibration": plain_calibration(estimator),
             "ledger": self.named if private else None,
             "privacy": estimator.privacy_.to_dict(),
             "versions": {
@@ -169,6 +175,12 @@ def new_run(out: Path, *, overwrite: bool, ledger: Path | None = None) -> Iterat
             os.replace(partial / LEDGER, own)
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def plain_calibration(estimator: PrivateBayes) -> dict[str, float | None]:
+    """Return what held-out rows have decided as JSON values; an infinite threshold is None."""
+    found = estimator.calibration_.items()
+    return {name: value if math.isfinite(value) else None for name, value in found}
 
 
 def _check_place(out: Path, overwrite: bool) -> None:

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dpbnn import likelihoods, posteriors
+from dpbnn.contributions.kept import Kept
 from dpbnn.likelihoods import Likelihood
 from dpbnn.methods.base import Method, OpenProcess, Problem, Process
 from dpbnn.mixtures import GaussianMixture, checked_points
@@ -32,12 +33,14 @@ from dpbnn.posteriors import Posterior
 from dpbnn.priors import Gaussian, Prior
 from dpbnn.privacy.accountants import accountant
 from dpbnn.privacy.bayesian import BayesianAccountant
+from dpbnn.privacy.checks import check_count
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.plan import Plan, round_up
 from dpbnn.privacy.sampling import FROZEN_KEY
 from dpbnn.privacy.statement import PrivacyStatement
+from dpbnn.rows import Rows, checked_rows
 
 __all__ = ["fit", "load"]
 
@@ -87,8 +90,8 @@ def fit(
         seed: of initialisation, dropout and weight draws; noise and sampling have none.
         device: "cpu" or "cuda"; the model's by default.
         microbatch_size: most examples recorded at once.
-        on_bad_rows: "error" refuses rows that are not finite or whose label is none of the classes;
-            "zero" lets them contribute nothing.
+        on_bad_rows: "error" refuses rows that are not finite, whose label is none of the classes,
+            or that the network or likelihood raises on; "zero" lets them contribute nothing.
         tuning_runs: how many other runs on this data chose the settings, for the statement.
         progress: show a progress bar; by default on a terminal.
         debug_seed: seeds noise and sampling; the statement then says "debug: not private".
@@ -99,8 +102,16 @@ def fit(
         raise ValueError(
             "method and plan: both are needed, such as method=dpbnn.SGLD(...), plan=plan"
         )
+    check_kinds(model=model, method=method, plan=plan, prior=prior, device=device)
+    check_count(checkpoint_every=checkpoint_every, microbatch_size=microbatch_size)
+    check_count(0, tuning_runs=tuning_runs)
     prior = Gaussian(1.0) if prior is None else prior
     likely = likelihoods.likelihood(likelihood) if isinstance(likelihood, str) else likelihood
+    if not isinstance(likely, Likelihood):
+        raise ValueError(
+            f"likelihood={likely!r}: must be a name such as 'categorical', or have a method "
+            f"log_prob(outputs, y)"
+        )
     settled, clip = method.settled(plan)
     with _random_state(seed):
         network = copy.deepcopy(model) if isinstance(model, nn.Module) else model()
@@ -113,9 +124,9 @@ def fit(
             data, likely = checked_points(data, network, on_bad_rows), likelihoods.Mixture()
         network = method.prepared(network)
         place = next(network.parameters()).device
-        x, y = _checked_data(data, network, likely, plan.n, place, on_bad_rows)
+        rows = checked_rows(data, network, likely, plan.n, place, on_bad_rows)
         run = _Run(
-            method, settled, clip, likely, prior, network, x, y,
+            method, settled, clip, likely, prior, network, rows,
             ledger=ledger, out=None if out is None else Path(out), resume=resume,
             microbatch_size=microbatch_size, debug_seed=debug_seed,
             every=checkpoint_every or max(1, settled.steps // 20), accountants=accountants,
@@ -157,80 +168,37 @@ def _random_state(seed: int) -> Iterator[None]:
         yield
 
 
+def check_kinds(**given: Any) -> None:
+    """Raise where an argument of `fit` is of another kind than it must be; None is left out.
+
+    Args:
+        **given: any of model, method, plan, prior and device.
+    """
+    kinds: dict[str, tuple[Any, str]] = {
+        "model": (nn.Module | Callable, "a network, or a function that makes one"),
+        "method": (Method, "a method's settings, such as dpbnn.SGLD(learning_rate=1e-5)"),
+        "plan": (Plan, "what dpbnn.plan(...) or dpbnn.open_plan(...) returns"),
+        "prior": (Prior, "a prior, such as dpbnn.Gaussian(1.0)"),
+    }
+    for name, value in given.items():
+        if name in kinds and value is not None and not isinstance(value, kinds[name][0]):
+            raise ValueError(f"{name}={value!r}: must be {kinds[name][1]}")
+    device = given.get("device")
+    if device is not None:
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, TypeError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(
+                f"device={device!r}: cannot be used here ({reason}); pass device='cpu'"
+            ) from None
+
+
 def _learned_noise(network: nn.Module) -> nn.Module:
     last = [m for m in network.modules() if isinstance(m, nn.Linear)]
     if not last:
         raise ValueError("a learned noise needs a network that ends in a Linear layer")
     return nn.Sequential(network, LearnedNoise(last[-1].out_features).to(last[-1].weight.device))
-
-
-def _checked_data(
-    data: tuple[Any, Any],
-    network: nn.Module,
-    likelihood: Likelihood,
-    n: int,
-    device: torch.device,
-    on_bad_rows: str,
-) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets on the device, or raise before anything is spent."""
-    if on_bad_rows not in ("error", "zero"):
-        raise ValueError(f"on_bad_rows={on_bad_rows!r}: must be 'error' or 'zero'")
-    x, y = (torch.as_tensor(part).detach() for part in data)
-    if len(x) != n or len(y) != n:
-        raise ValueError(
-            f"the plan is for n={n} records and the data has {len(x)} inputs and {len(y)} targets; "
-            f"plan with n={len(x)}"
-        )
-    floating = x.is_floating_point()
-    if floating:
-        x = x.to(next(network.parameters()).dtype)
-    outputs = _outputs(network, x, device)
-    bad = ~x.flatten(1).isfinite().all(1) if floating else torch.zeros(n, dtype=torch.bool)
-    if isinstance(likelihood, likelihoods.Categorical):
-        classes = outputs.shape[-1]
-        wrong = ~((y >= 0) & (y < classes))
-        if y.is_floating_point():
-            wrong = wrong | (y != y.round())
-        bad = bad | wrong.reshape(n, -1).any(1)
-        y = torch.where(wrong, torch.zeros_like(y), y).long()
-        expected = f"labels must be whole numbers from 0 to {classes - 1}, the network's outputs"
-    else:
-        y = y.to(outputs.dtype)
-        bad = bad | ~y.reshape(n, -1).isfinite().all(1)
-        columns = {likelihoods.Gaussian: 1, likelihoods.HeteroscedasticGaussian: 2}
-        width = outputs.shape[-1] // columns.get(type(likelihood), 1)
-        if type(likelihood) in columns and y[0].numel() != width:
-            raise ValueError(
-                f"the targets have {y[0].numel()} columns and the network predicts {width}; change "
-                f"its last layer"
-            )
-        expected = "inputs and targets must be finite"
-    count = int(bad.sum())
-    if count and (on_bad_rows == "error" or not floating):
-        rows = bad.nonzero()[:5, 0].tolist()
-        raise ValueError(
-            f"{count} rows cannot be used, the first ones {rows}: {expected}; remove or mend them, "
-            f"or pass on_bad_rows='zero' to let them contribute nothing"
-        )
-    if count:
-        x = x.masked_fill(bad.view(-1, *[1] * (x.dim() - 1)), math.nan)
-        y = y.masked_fill(bad.view(-1, *[1] * (y.dim() - 1)), 0)
-    return x.to(device), y.to(device)
-
-
-def _outputs(network: nn.Module, x: Tensor, device: torch.device) -> Tensor:
-    """Return the network's output for a public example of the inputs' shape."""
-    example = torch.zeros_like(x[:1]).to(device)
-    training = network.training
-    try:
-        with torch.no_grad():
-            return network.eval()(example)
-    except (RuntimeError, IndexError) as error:
-        raise ValueError(
-            f"the network cannot take inputs of shape {tuple(x.shape[1:])} ({error}); reshape them"
-        ) from None
-    finally:
-        network.train(training)
 
 
 @dataclasses.dataclass
@@ -243,8 +211,7 @@ class _Run:
     likelihood: Likelihood
     prior: Prior
     network: nn.Module
-    x: Tensor
-    y: Tensor
+    rows: Rows
     ledger: Ledger | None
     out: Path | None
     resume: bool
@@ -255,6 +222,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         plan, method = self.plan, self.method
+        self.x, self.y = self.rows.x, self.rows.y
         self.sigmas = [sigma for sigma, count in plan.noise_multipliers for _ in range(count)]
         self.step = 0
         self.name = method.name
@@ -309,7 +277,7 @@ class _Run:
         ledger = self.ledger
         if ledger is None:
             path = None if self.out is None else self.out / "ledger.jsonl"
-            ledger = Ledger(path, relation=self.plan.relation)
+            ledger = Ledger(path, delta=self.plan.delta, relation=self.plan.relation)
         if ledger.relation is not self.plan.relation:
             raise ValueError(
                 f"relation: the plan has {self.plan.relation} and the ledger {ledger.relation}; "
@@ -380,10 +348,14 @@ class _Run:
             self.gate.reserve(same, sigma)
         records = batch.to(self.x.device)
         contributions = self.process.contribute(self.x[records], self.y[records])
+        kept = self.rows.kept
+        if kept is not None:
+            contributions = Kept(contributions, kept[records])
         release = self.gate(contributions, noise_multiplier=sigma, records=batch)
         self.process.update(release)
         if isinstance(self.process, OpenProcess) and not self.plan.private:
-            self.process.visit(self.x[records], self.y[records], batch)
+            whole = records if kept is None else records[kept[records]]
+            self.process.visit(self.x[whole], self.y[whole], whole.cpu())
         self.step += 1
 
     def posterior(self, tuning_runs: int | None) -> Posterior:

@@ -10,7 +10,7 @@ from contributions_contract import assert_matches, per_example
 from torch import nn
 
 import dpbnn.contributions
-from dpbnn.contributions import UnsupportedModel, attach
+from dpbnn.contributions import UnsupportedModel, attach, fallback
 from dpbnn.contributions.probe import _Probe
 from dpbnn.networks import GaussianLinear, mlp, to_gaussian
 
@@ -29,6 +29,13 @@ class Coupled(nn.Module):
 
     def forward(self, x):
         return x + self.amount * x.mean(0, keepdim=True)
+
+
+class Running(nn.Module):
+    """Gives every example the mean of those up to it: the first one depends on no other."""
+
+    def forward(self, x):
+        return x.cumsum(0) / torch.arange(1, len(x) + 1).unsqueeze(1)
 
 
 class Counting(nn.Module):
@@ -96,6 +103,10 @@ def test_refused_when_attached(model, names):
             nn.Sequential(Coupled(), nn.Linear(6, 3)),
             ["depends on the other examples", "'1' (Linear)"],
         ),
+        (
+            nn.Sequential(Running(), nn.Linear(6, 3)),
+            ["depends on the other examples", "'1' (Linear)"],
+        ),
         (nn.Sequential(Counting(), nn.Linear(6, 3)), ["'0' (Counting)", "buffer"]),
         (Outside(), ["'layer' (Linear)", "outside its module"]),
         (Scaled(0.5), ["(Scaled)", "random numbers", "module of its own"]),
@@ -132,19 +143,31 @@ def scalar(outputs, y):
     return -nn.functional.cross_entropy(outputs, y)
 
 
+def reversed_rows(outputs, y):
+    return -nn.functional.cross_entropy(outputs, y, reduction="none").flip(0)
+
+
+def shared_with_the_next(outputs, y):
+    """The sum over the batch is right, and no row is that of its example alone."""
+    log_prob = -nn.functional.cross_entropy(outputs, y, reduction="none")
+    return 0.5 * (log_prob + log_prob.roll(1))
+
+
 @pytest.mark.parametrize(
     ("likelihood", "message"),
     [
         (weighted_mean, "mixes examples"),
         (batch_mean, "mixes examples"),
         (scalar, "one log-probability per example"),
+        (reversed_rows, "not its gradient"),
+        (shared_with_the_next, "not its gradient"),
     ],
 )
 def test_likelihoods_that_mix_examples_are_refused(likelihood, message):
     model = nn.Linear(6, 3)
     with pytest.raises(UnsupportedModel, match=message) as error:
         attach(model, likelihood)(*data(6))
-    assert likelihood.__name__ in str(error.value)
+    assert likelihood.__name__ in str(error.value) or "'weight'" in str(error.value)
 
 
 def test_losses_and_unknown_names_are_refused():
@@ -158,10 +181,21 @@ def test_losses_and_unknown_names_are_refused():
 
 
 def test_without_the_probe_coupling_would_go_unnoticed(monkeypatch):
+    """The other examples move the first one's contribution, and nothing is raised."""
     monkeypatch.setattr(_Probe, "refuse_coupling", lambda *a: None)
     monkeypatch.setattr(_Probe, "refuse_missing", lambda *a: None)
-    model = nn.Sequential(nn.Linear(6, 5), Coupled(), nn.Linear(5, 3))
-    attach(model, "categorical")(*data(6)).norms()
+    torch.manual_seed(0)
+    coupled = nn.Sequential(nn.Linear(6, 5), Coupled(), nn.Linear(5, 3))
+    x, y = data(6)
+    other = torch.cat([x[:1], 50 * x[1:]])
+
+    def moved(model):
+        one, two = (attach(model, "categorical")(z, y).weighted_sum(torch.eye(4)[0])
+                    for z in (x, other))  # fmt: skip
+        return max(float((one[name] - two[name]).abs().max()) for name in one)
+
+    assert moved(coupled) > 1e-2
+    assert moved(nn.Sequential(coupled[0], coupled[2])) < 1e-6
 
 
 def test_batchnorm_switched_to_training_later_is_refused():
@@ -204,6 +238,30 @@ def test_fallback_for_modules_with_raw_parameters():
     model = nn.Sequential(nn.Linear(6, 6), Scaled(), nn.PReLU())
     x, y = data(6)
     assert_matches(attach(model, "categorical")(x, y), per_example(model, "categorical", x, y))
+
+
+def changed_before_the_sum():
+    model = nn.Sequential(nn.Linear(6, 6), Scaled())
+    c = attach(model, "categorical")(*data(6))
+    c.norms()
+    with torch.no_grad():
+        model[1].scale *= 2
+    return c, model
+
+
+def test_parameters_that_change_before_the_sum_are_noticed(monkeypatch):
+    """Replayed at other parameters, the sum would be of other gradients than the norms."""
+    monkeypatch.setattr(fallback, "KEPT", 0)
+    c, _ = changed_before_the_sum()
+    with pytest.raises(RuntimeError, match="contributions were summed"):
+        c.weighted_sum(torch.ones(4))
+
+
+def test_kept_gradients_outlive_a_change_of_the_parameters():
+    c, model = changed_before_the_sum()
+    late = attach(model, "categorical")(*data(6)).weighted_sum(torch.ones(4))
+    early = c.weighted_sum(torch.ones(4))
+    assert not torch.allclose(early["1.inner.weight"], late["1.inner.weight"])
 
 
 def test_fallback_for_transposed_convolutions_and_weight_norm():

@@ -7,7 +7,7 @@ import torch
 from contributions_contract import ContributionsContract, gaussian_truth, per_example
 from torch import nn
 
-from dpbnn.contributions import attach
+from dpbnn.contributions import attach, outer
 from dpbnn.contributions.outer import Outer
 from dpbnn.networks import cnn, mlp, to_gaussian
 
@@ -210,6 +210,33 @@ def test_without_the_cross_term_norms_would_be_too_small(monkeypatch):
     assert norm < 2 * truth.norm() * 0.9
 
 
+def cancelled_norms():
+    """Norms of 32 examples whose data-free part is their gradient, negative, up to 1e-5."""
+    torch.manual_seed(0)
+    model = nn.Linear(40, 30, bias=False)
+    x, y = torch.randn(32, 40), torch.randint(0, 30, (32,))
+    truth = per_example(model, "categorical", x, y)["weight"]
+    attached = attach(model, "categorical")
+    norms, expected = [], []
+    for i in range(32):
+        constant = (-truth[i] * (1 + 1e-5)).float()
+        norms.append(attached(x[i : i + 1], y[i : i + 1], {"weight": constant}).norms())
+        expected.append((truth[i] + constant.double()).norm())
+    return torch.cat(norms), torch.stack(expected), truth.flatten(1).norm(dim=1)
+
+
+def test_a_data_free_part_that_cancels_the_example_is_not_rounded_away():
+    norms, expected, size = cancelled_norms()
+    assert (norms >= expected).all()
+    assert (norms <= 5e-3 * size).all()
+
+
+def test_without_a_bound_on_the_rounding_the_cancelled_norm_would_be_too_small(monkeypatch):
+    monkeypatch.setattr(outer, "sum_error", lambda terms, dtype: 0.0)
+    norms, expected, _ = cancelled_norms()
+    assert (norms < 0.9 * expected).any()
+
+
 def test_microbatches_replay_dropout_masks():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3))
@@ -229,7 +256,8 @@ def test_microbatches_replay_dropout_masks():
 def test_norms_are_cheap_to_ask_for_twice():
     model = mlp(6, (8,), 3)
     c = attach(model, "categorical")(*data(3, 6))
-    assert c.squared_norms()["1.weight"] is c.squared_norms()["1.weight"]
+    first, second = (c.squared_norms()["1.weight"] for _ in range(2))
+    assert first.data_ptr() == second.data_ptr()
 
 
 @pytest.mark.parametrize("space", ["weights", "parameters"])

@@ -1,13 +1,16 @@
 """Norms are never rounded down: cancellation, reduced precision, large and small scales."""
 
+import itertools
+
 import pytest
 import torch
 from contributions_contract import assert_matches, per_example
 from torch import nn
 
-from dpbnn.contributions import attach
+from dpbnn.contributions import attach, rules
 from dpbnn.contributions.outer import Outer
 from dpbnn.contributions.rounding import squares
+from dpbnn.contributions.sites import Rows
 from dpbnn.networks import mlp
 
 
@@ -85,6 +88,67 @@ def test_cancelling_positions_of_other_layers(kind):
             return (one.sum((1, 2)) - (1 + 1e-4) * two.sum((1, 2))).unsqueeze(1)
 
     assert never_below(Halves(), x, torch.zeros(4))
+
+
+LARGE_SMALL_LARGE = torch.tensor(list(itertools.permutations([1e8, 1.0, -1e8])))
+"""Adds up to 1 exactly, and in float32 to 0 where the large ones are not neighbours."""
+
+
+class Signalled(nn.Module):
+    """A layer whose output at position t has the gradient signal_t, for one released parameter."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = {
+            "linear": nn.Linear(2, 1),
+            "conv": nn.Conv1d(1, 1, 1),
+            "norm": nn.LayerNorm(1),
+            "linear weight": nn.Linear(1, 1, bias=False),
+            "conv weight": nn.Conv1d(1, 1, 1, bias=False),
+            "embedding": nn.Embedding(3, 1),
+        }[kind]
+        for name, parameter in self.layer.named_parameters():
+            parameter.requires_grad_(name == "bias" or kind not in ("linear", "conv", "norm"))
+
+    def forward(self, x, signal):
+        return (self.layer(x).flatten(1) * signal).sum(1, keepdim=True)
+
+
+SHAPES = {
+    "linear": (3, 2),
+    "conv": (1, 3),
+    "norm": (3, 1),
+    "linear weight": (3, 1),
+    "conv weight": (1, 3),
+    "embedding": (3,),
+}
+
+
+def lossy_norms(kind):
+    """Norms of six examples, the true one being 1, and those of their computed sums."""
+    x = torch.ones(6, *SHAPES[kind], dtype=torch.long if kind == "embedding" else torch.float32)
+    c = attach(Signalled(kind), identity)((x, LARGE_SMALL_LARGE), torch.zeros(6))
+    sums = [torch.cat([v.flatten() for v in c.weighted_sum(one).values()]) for one in torch.eye(6)]
+    return c.norms(), torch.stack(sums).norm(dim=1)
+
+
+@pytest.mark.parametrize("kind", list(SHAPES))
+def test_what_a_sum_over_positions_may_have_lost_is_in_the_norm(kind):
+    norms, computed = lossy_norms(kind)
+    assert (computed < 0.5).any()
+    assert (norms >= 1).all()
+    assert (norms >= computed).all()
+    assert (norms <= 1e-6 * LARGE_SMALL_LARGE.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("kind", list(SHAPES))
+def test_without_a_bound_on_the_rounding_such_a_norm_would_be_zero(kind, monkeypatch):
+    summed = rules.summed_positions
+    monkeypatch.setattr(rules, "summed_positions", lambda *given: (summed(*given)[0], 0.0))
+    monkeypatch.setattr(Rows, "slack", lambda self: 0.0)
+    monkeypatch.setattr(Outer, "slack", lambda self: 0.0)
+    norms, _ = lossy_norms(kind)
+    assert (norms < 0.5).any()
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1e-3, 1e6, 1e12])

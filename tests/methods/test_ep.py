@@ -1,5 +1,7 @@
 """ADF, EP and the SEP of Li et al.: references that are not private."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -113,15 +115,71 @@ def test_the_prior_sweep_learns_the_scale_of_the_weights():
     assert (second > 0).all()
 
 
+def check_finite(posterior, *inputs):
+    """The posterior and its predictions are numbers, near the data and far from it."""
+    for value in (*posterior.model.parameters(), *posterior.std.values()):
+        assert value.isfinite().all()
+    assert 0 < posterior.likelihood.noise_std < float("inf")
+    for x in (*inputs, torch.zeros_like(inputs[0])):
+        predictive = posterior.predict(x)
+        for value in (predictive.mean, predictive.variance, predictive.epistemic):
+            assert value.isfinite().all()
+        assert (predictive.variance > 0).all()
+        assert not predictive.log_prob(torch.zeros(len(x))).isnan().any()
+
+
 @pytest.mark.parametrize("name", list(METHODS))
-@pytest.mark.parametrize("case", ["constant", "huge"])
-def test_bad_data_leaves_a_finite_posterior(name, case):
+def test_constant_data_leaves_a_finite_posterior(name):
+    x, y = (torch.ones_like(part) for part in regression())
+    check_finite(fitted(METHODS[name], data=(x, y), passes=2), x)
+
+
+@pytest.mark.parametrize("noise", [None, 0.3])
+@pytest.mark.parametrize("which", ["x", "y", "x and y"])
+@pytest.mark.parametrize("name", [*METHODS, "open SEP", "DP-SEP"])
+def test_bad_data_leaves_a_finite_posterior(name, which, noise):
+    n = 40
+    x, y = (part[:n] for part in regression())
+    for scale in (1e2, 1e3, 1e5, 1e8, 1e14, 1e20, 1e30):
+        data = x * scale if "x" in which else x, y * scale if "y" in which else y
+        if name in METHODS:
+            method, plan = METHODS[name], dpbnn.open_plan(n=n, batch_size=10, epochs=2)
+        else:
+            method, plan = dpbnn.SEP(), dpbnn.open_plan(n=n, batch_size=10, steps=4)
+        if name == "DP-SEP":
+            plan = dpbnn.plan(noise_multiplier=2.0, delta=1e-3, n=n, batch_size=10, steps=4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            posterior = dpbnn.fit(
+                lambda: dpbnn.mlp(2, (5,), 1), data, GaussianNoise(noise), None, method, plan
+            )
+        check_finite(posterior, data[0], x)
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_targets_in_large_units_give_a_noise_in_those_units(name):
     x, y = regression()
-    x, y = (torch.ones_like(x), torch.ones_like(y)) if case == "constant" else (1e6 * x, 1e6 * y)
-    posterior = fitted(METHODS[name], data=(x, y), passes=2)
-    predictive = posterior.predict(x)
-    assert predictive.mean.isfinite().all()
-    assert (predictive.variance > 0).all()
+    posterior = fitted(METHODS[name], data=(x, 1e3 * y), passes=4)
+    assert 100 < posterior.likelihood.noise_std < 3000
+
+
+def test_inputs_beyond_double_precision_and_not_numbers_are_refused_in_a_line():
+    posterior = fitted(dpbnn.ADF(), passes=1)
+    x = torch.zeros(2, 2, dtype=torch.float64)
+    for value, message in ((1e200, "standardise"), (float("nan"), r"hold NaN.*\[1\]")):
+        x[1] = value
+        with pytest.raises(ValueError, match=message) as caught:
+            posterior.moments(x)
+        assert "\n" not in str(caught.value)
+
+
+def test_far_residuals_give_the_gamma_of_their_expected_square():
+    """Where the normalisers vanish: v = 0 is conjugate, so Gamma(a + 1/2, b + r^2/2) exactly."""
+    for residual in (1e2, 1e8, 1e20):
+        new = Gamma(6.0, 6.0).tilted(residual**2, 0.0)
+        assert new == Gamma(6.5, 6.0 + residual**2 / 2)
+    for squared in (float("inf"), float("nan"), 1e300):
+        assert Gamma(6.0, 6.0).tilted(squared, 1.0).valid
 
 
 def test_networks_with_several_outputs_are_refused():

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from held_data import assert_holds_no_data
 from torch import nn
 
 import dpbnn
@@ -104,8 +105,39 @@ def test_update_sees_the_release_and_nothing_else(name):
     process = method.start(problem)
     assert isinstance(process, Process)
     assert list(inspect.signature(process.update).parameters) == ["release"]
-    held = [v for v in vars(process).values() if isinstance(v, torch.Tensor) and len(v.shape)]
-    assert not any(tensor.shape[0] == N for tensor in held)
+    x, y = dataset()
+    process.update(dpbnn.Gate(1.0, 1.0)(process.contribute(x, y)))
+    assert_holds_no_data(process, x, y)
+
+
+def in_an_attribute(process, x):
+    process.x = x
+
+
+def in_a_list_of_an_object(process, x):
+    process.problem.likelihood.__dict__["cache"] = [{"batch": x}]
+
+
+def in_a_closure(process, x):
+    process.attached.again = lambda: x
+
+
+def as_rows_of_a_larger_tensor(process, x):
+    process.settings.__dict__["cache"] = torch.cat([torch.zeros(7, 4), x])
+
+
+@pytest.mark.parametrize(
+    "hide", [in_an_attribute, in_a_list_of_an_object, in_a_closure, as_rows_of_a_larger_tensor]
+)
+def test_data_that_a_process_hides_is_found(hide):
+    method = dpbnn.SGD()
+    problem = Problem(net(3)(), Categorical(), dpbnn.Gaussian(1.0), N, 8, 5, True)
+    process = method.start(problem)
+    x, y = dataset()
+    assert_holds_no_data(process, x, y)
+    hide(process, x)
+    with pytest.raises(AssertionError, match="is held"):
+        assert_holds_no_data(process, x, y)
 
 
 @pytest.mark.parametrize("name", list(METHODS))

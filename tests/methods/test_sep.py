@@ -2,10 +2,14 @@
 
 import dataclasses
 import math
+import os
+import secrets
+import signal
 
 import numpy as np
 import pytest
 import torch
+from held_data import assert_holds_no_data
 from scipy import stats
 from torch import nn
 
@@ -60,7 +64,10 @@ SETTINGS = {
 }
 
 
-def run(method, data, sampling="full-batch", likelihood=None, steps=4, sigma=20.0, **options):
+def run(
+    method, data, sampling="full-batch", likelihood=None, steps=4, sigma=20.0, hidden=(5,),
+    **options,
+):  # fmt: skip
     n = len(data[0])
     sizes = {"full-batch": {}, "poisson": {"batch_size": 10}, "partition": {"batch_size": 1}}
     relation = "replace-one" if sampling == "partition" else "zero-out"
@@ -69,7 +76,7 @@ def run(method, data, sampling="full-batch", likelihood=None, steps=4, sigma=20.
         relation=relation, **sizes[sampling],
     )  # fmt: skip
     return dpbnn.fit(
-        net(), data, likelihood or GaussianNoise(NOISE), dpbnn.Gaussian(1.0), method, plan,
+        net(hidden), data, likelihood or GaussianNoise(NOISE), dpbnn.Gaussian(1.0), method, plan,
         **options,
     )  # fmt: skip
 
@@ -93,6 +100,16 @@ class TestItem25Neighbours:
         result = dpbnn.replay(
             lambda d: public(run(SETTINGS[name], d, sampling, steps=6)), (x, y), 5, trace=False
         )
+        result.check()
+        assert result.worst > 0
+
+    def test_replay_with_two_hidden_layers(self):
+        x, y = data()
+        x[5] *= 100
+        result = dpbnn.replay(
+            lambda d: public(run(SETTINGS["momentum"], d, steps=6, hidden=(5, 4))), (x, y), 5,
+            trace=False,
+        )  # fmt: skip
         result.check()
         assert result.worst > 0
 
@@ -312,6 +329,33 @@ class TestExactAnswers:
         assert "NOT PRIVATE" in str(fitted[1].privacy)
 
 
+def _whole_and_resumed(folder, monkeypatch, sampling, after):
+    """Return a run of 10 steps, and one with the same keys that was stopped and gone on with."""
+    monkeypatch.setattr(secrets, "token_bytes", lambda n=32: bytes(range(n)))
+    method = dpbnn.SEP(momentum=0.5, weight=2.0, average=0.7, heat=4.0, start_variance=0.3)
+
+    def fitted(out, **options):
+        return run(
+            method, data(), sampling, GaussianNoise(None), steps=10, hidden=(5, 4), out=out,
+            checkpoint_every=3, **options,
+        )  # fmt: skip
+
+    whole = fitted(folder / "whole")
+    update, seen = SEPProcess.update, []
+
+    def counted(self, release):
+        update(self, release)
+        seen.append(1)
+        if len(seen) == after:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SEPProcess, "update", counted)
+        with pytest.raises(KeyboardInterrupt):
+            fitted(folder / "run")
+    return whole, fitted(folder / "run", resume=True)
+
+
 class TestRuns:
     def test_it_learns_at_a_small_epsilon(self):
         """A sine of a sum from 3000 records at epsilon 1: far below the target's deviation."""
@@ -357,6 +401,31 @@ class TestRuns:
         assert whole.moments.noise == other.moments.noise
         for name, value in whole.state().items():
             assert torch.equal(other.state()[name], value), name
+
+    @pytest.mark.parametrize("sampling", ["full-batch", "poisson"])
+    @pytest.mark.parametrize("after", [4, 7])
+    def test_a_run_that_was_interrupted_equals_the_uninterrupted_one(
+        self, tmp_path, monkeypatch, sampling, after
+    ):
+        """Through `fit(..., out=...)`: Ctrl-C after some updates, then resume."""
+        whole, resumed = _whole_and_resumed(tmp_path, monkeypatch, sampling, after)
+        for name, value in public(whole).items():
+            assert torch.equal(public(resumed)[name], value), name
+        assert dpbnn.Ledger(tmp_path / "run" / "ledger.jsonl").releases == 10
+        assert resumed.privacy.epsilon == pytest.approx(whole.privacy.epsilon)
+
+    @pytest.mark.parametrize("lost", ["velocity", "mean", "model.noise"])
+    def test_a_checkpoint_that_loses_a_part_is_seen(self, tmp_path, monkeypatch, lost):
+        state = SEPProcess.state
+
+        def without(self):
+            kept = {n: v for n, v in state(self).items() if not n.startswith(lost)}
+            return {**kept, "model.noise": torch.tensor(2.0)} if lost == "model.noise" else kept
+
+        monkeypatch.setattr(SEPProcess, "state", without)
+        whole, resumed = _whole_and_resumed(tmp_path, monkeypatch, "full-batch", 7)
+        pairs = zip(public(whole).values(), public(resumed).values(), strict=True)
+        assert not all(torch.equal(a, b) for a, b in pairs)
 
     def test_microbatches_change_nothing(self):
         x, y = data()
@@ -459,6 +528,9 @@ class TestBadInput:
 def test_update_sees_the_release_and_nothing_else():
     process = dpbnn.SEP().start(problem())
     assert isinstance(process, SEPProcess)
-    open_step(process, *data())
-    held = [v for v in vars(process).values() if isinstance(v, torch.Tensor) and len(v.shape)]
-    assert not held
+    x, y = data()
+    process.update(dpbnn.Gate(0.2, 1.0)(process.contribute(x, y)))
+    assert_holds_no_data(process, x, y)
+    process.moments.cache = [x[:3]]
+    with pytest.raises(AssertionError, match="a value is held"):
+        assert_holds_no_data(process, x, y)

@@ -12,7 +12,7 @@ from dpbnn.likelihoods import Gaussian as GaussianNoise
 from dpbnn.methods.base import Problem
 from dpbnn.privacy.noise import NoiseSource
 
-N, COPIES, NOISE, PRIOR = 20, 600, 0.5, dpbnn.Gaussian(2.0)
+N, COPIES, NOISE, PRIOR = 20, 3000, 0.5, dpbnn.Gaussian(2.0)
 PRECISION = N / NOISE**2 + 1 / 4
 
 
@@ -50,7 +50,10 @@ SGLD_STEP = 0.1 / PRECISION
 @pytest.mark.parametrize("convention", ["half-step", "paper"])
 @pytest.mark.parametrize("tau", [1.0, 0.5])
 def test_sgld_has_the_targets_mean_and_variance_at_its_temperature(private, convention, tau):
-    """Of 600 chains; the discretised chain's variance is tau / (precision (1 - a precision/2))."""
+    """The discretised chain has variance tau / (precision (1 - a precision/2)).
+
+    Of 3000 chains, whose estimate has a relative standard error of 0.01: 6 % is six of them.
+    """
     rate = SGLD_STEP * (2 if convention == "half-step" else 1)
     method = dpbnn.SGLD(learning_rate=rate, temperature=tau, convention=convention)
     states, mean = sample(method, 150, private=private, keep=60)

@@ -11,7 +11,6 @@ import time
 import pytest
 
 import dpbnn
-from dpbnn.privacy import ledger as ledger_module
 from dpbnn.privacy.events import Event
 from dpbnn.privacy.ledger import BudgetExceeded, Ledger, LedgerCorrupted
 
@@ -147,25 +146,52 @@ def test_a_full_disk_spends_nothing_and_leaves_nothing_half_written(path, monkey
     assert Ledger(path).releases == 2
 
 
-def test_the_entry_is_on_disk_before_spend_returns(path, monkeypatch):
+class Unflushed(Ledger):
+    """Flushes before it writes, and not afterwards."""
+
+    def _append(self, values):
+        with pytest.MonkeyPatch.context() as patch:
+            os.fsync(self._file)
+            patch.setattr(os, "fsync", lambda fd: None)
+            super()._append(values)
+
+
+class Late(Ledger):
+    """Keeps entries to itself until there are 50."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.waiting = []
+
+    def spend(self, event, **details):
+        self.waiting.append(event)
+        if len(self.waiting) == 50:
+            for late in self.waiting:
+                super().spend(late, **details)
+            self.waiting.clear()
+
+
+def check_on_disk(kind, path):
     """fsync sees the whole entry, and nothing is written after the last fsync."""
-    book = Ledger(path)
+    book = kind(path)
     synced = []
     fsync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (fsync(fd), synced.append(path.read_bytes())))
-    book.spend(SAMPLER.event(1.0, 3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: (fsync(fd), synced.append(path.read_bytes())))
+        book.spend(SAMPLER.event(1.0, 3))
     assert synced
     assert synced[-1] == path.read_bytes()
     assert json.loads(synced[-1].splitlines()[-1])["count"] == 3
 
 
-def test_the_test_above_fails_where_the_flush_is_missing(path, monkeypatch):
-    book = Ledger(path)
-    synced = []
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(fd))
-    monkeypatch.setattr(ledger_module.Ledger, "_append", lambda self, values: None)
-    book.spend(SAMPLER.event(1.0, 3))
-    assert not synced
+def test_the_entry_is_on_disk_before_spend_returns(path):
+    check_on_disk(Ledger, path)
+
+
+@pytest.mark.parametrize("kind", [Unflushed, Late])
+def test_the_same_check_rejects_a_ledger_that_writes_or_flushes_late(kind, path):
+    with pytest.raises(AssertionError):
+        check_on_disk(kind, path)
 
 
 @pytest.mark.parametrize("cut", [1, 10, 30, 60])
@@ -281,27 +307,27 @@ def test_two_processes_cannot_both_take_the_last_of_a_budget(path):
     assert first.releases == 5
 
 
-def use_releases(path, used):
+def use_releases(kind, path, used):
     """Spend and then use one release after the other, noting each use, until killed."""
-    book = Ledger(path)
+    book = kind(path)
     counter = os.open(used, os.O_WRONLY | os.O_CREAT)
     for number in range(1, 10**6):
         book.spend(SAMPLER.event(1.5))
         os.pwrite(counter, struct.pack("q", number), 0)
 
 
-def test_a_killed_process_has_never_used_more_than_the_ledger_says(path, tmp_path):
-    """SIGKILL at 100 random moments; what was used before is on record."""
+def check_killed(kind, path, tmp_path, attempts):
+    """SIGKILL at random moments: what was used before is on record. Return how often it was."""
     chance = random.Random(0)
     Ledger(path)
     before = 0
     progressed = 0
-    for attempt in range(100):
+    for attempt in range(attempts):
         used = tmp_path / f"used{attempt}"
         child = os.fork()
         if child == 0:
             try:
-                use_releases(path, used)
+                use_releases(kind, path, used)
             finally:
                 os._exit(1)
         while attempt % 2 and not used.exists():
@@ -313,29 +339,18 @@ def test_a_killed_process_has_never_used_more_than_the_ledger_says(path, tmp_pat
             struct.unpack("q", used.read_bytes())[0] if used.exists() and used.stat().st_size else 0
         )
         recorded = Ledger(path).releases
-        assert recorded >= before + count
+        assert recorded >= before + count, f"recorded {recorded}, used {before + count}"
         assert recorded <= before + count + 1
         progressed += count > 0
         before = recorded
-    assert progressed > 40
+    return progressed
 
 
-def test_the_kill_test_catches_a_ledger_that_writes_too_late(path, tmp_path, monkeypatch):
+def test_a_killed_process_has_never_used_more_than_the_ledger_says(path, tmp_path):
+    assert check_killed(Ledger, path, tmp_path, 100) > 40
+
+
+def test_the_same_check_catches_a_ledger_that_writes_too_late(path, tmp_path):
     """Used first and recorded afterwards, releases go missing."""
-
-    class Late(Ledger):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.waiting = []
-
-        def spend(self, event, **details):
-            self.waiting.append(event)
-            if len(self.waiting) == 50:
-                for late in self.waiting:
-                    super().spend(late, **details)
-                self.waiting.clear()
-
-    book = Late(path)
-    for _ in range(120):
-        book.spend(SAMPLER.event(1.5))
-    assert Ledger(path).releases < 120
+    with pytest.raises(AssertionError, match="recorded"):
+        check_killed(Late, path, tmp_path, 10)

@@ -24,6 +24,39 @@ def counts(draw, steps, key=KEY):
     return single, pair
 
 
+def suspicious(draw, steps):
+    """Which rates differ from those of Poisson sampling; every false alarm has a rate of 1e-4.
+
+    Chi-squared of the records' counts, and the largest score of the pairs' counts.
+    """
+    single, pair = counts(draw, steps)
+    q, found = draw.rate, []
+    chi = ((single - steps * q) ** 2 / (steps * q * (1 - q))).sum()
+    if stats.chi2.sf(chi, draw.n) <= FALSE_ALARM:
+        found.append("records")
+    pairs = pair[np.triu_indices(draw.n, 1)]
+    score = (pairs - steps * q * q) / math.sqrt(steps * q * q * (1 - q * q))
+    if abs(score).max() >= stats.norm.isf(FALSE_ALARM / 2 / len(pairs)):
+        found.append("pairs")
+    return found
+
+
+class Uneven(Poisson):
+    """Draws some records more often than others."""
+
+    def _draw(self, step, generator):
+        rates = self.rate * np.linspace(0.8, 1.2, self.n)
+        return np.flatnonzero(generator.random(self.n) < rates)
+
+
+class Doubled(Poisson):
+    """Draws neighbouring records together."""
+
+    def _draw(self, step, generator):
+        half = np.flatnonzero(generator.random(self.n // 2) < self.rate)
+        return np.concatenate([2 * half, 2 * half + 1])
+
+
 class SamplerContract:
     def make(self, n=20, batch_size=5):
         raise NotImplementedError
@@ -76,23 +109,14 @@ class TestPoisson(SamplerContract):
         return Poisson(n, batch_size)
 
     def test_inclusion_and_co_inclusion_follow_the_rate(self):
-        """Chi-squared on counts of records and of pairs; each alarm rate is 1e-4."""
-        draw, steps = self.make(), 8000
-        single, pair = counts(draw, steps)
-        q = draw.rate
-        chi = ((single - steps * q) ** 2 / (steps * q * (1 - q))).sum()
-        assert stats.chi2.sf(chi, draw.n) > FALSE_ALARM
-        pairs = pair[np.triu_indices(draw.n, 1)]
-        score = (pairs - steps * q * q) / math.sqrt(steps * q * q * (1 - q * q))
-        assert abs(score).max() < stats.norm.isf(FALSE_ALARM / 2 / len(pairs))
+        assert suspicious(self.make(), 8000) == []
 
-    def test_the_same_test_rejects_fixed_size_batches(self):
-        steps = 8000
-        _, pair = counts(FixedSize(20, 5), steps)
-        q = 0.25
-        pairs = pair[np.triu_indices(20, 1)]
-        score = (pairs - steps * q * q) / math.sqrt(steps * q * q * (1 - q * q))
-        assert abs(score).max() > stats.norm.isf(FALSE_ALARM / 2 / len(pairs))
+    @pytest.mark.parametrize(
+        ("wrong", "steps", "found"),
+        [(FixedSize, 8000, "pairs"), (Uneven, 3000, "records"), (Doubled, 1000, "pairs")],
+    )
+    def test_the_same_test_rejects_other_samplers(self, wrong, steps, found):
+        assert found in suspicious(wrong(20, 5), steps)
 
     def test_batch_sizes_are_binomial(self):
         sizes = [len(b) for b in self.make().batches(4000, key=KEY)]

@@ -174,13 +174,30 @@ def conformalize(
     clip = prefix.sensitivity(_CELLS) * _ROUNDING
     gate = budget.gate(clip, "conformal calibration", noise)
     counts = _cumulative(release(gate, _columns(scores, grid)))
-    raised = 0.0
-    if budget.plan.private:
-        raised = prefix.margin(_CELLS, beta) * gate.noise_multiplier * gate.clip
-    threshold = _threshold(counts - raised, grid, len(x), alpha)
+    threshold = _threshold(counts - _raised(budget.plan, beta), grid, len(x), alpha)
     return ConformalPosterior(
         posterior, threshold, task, alpha, beta, budget.statement(gate), samples, seed
     )
+
+
+def attainable(plan: Plan, alpha: float, beta: float) -> bool:
+    """Return whether a threshold can be finite: whether n less the margin is enough.
+
+    A function of public numbers: where it is False, no data can make it finite but by luck.
+
+    Args:
+        plan: of the counts.
+        alpha: share of misses.
+        beta: probability that the noise spoils the threshold.
+    """
+    counts = torch.full((1,), plan.n - _raised(plan, beta), dtype=torch.float64)
+    return math.isfinite(_threshold(counts, torch.ones(1), plan.n, alpha))
+
+
+def _raised(plan: Plan, beta: float) -> float:
+    """Return the margin that is taken off the noisy counts."""
+    clip = prefix.sensitivity(_CELLS) * _ROUNDING
+    return prefix.margin(_CELLS, beta) * plan.noise_multiplier * clip if plan.private else 0.0
 
 
 def _scores(predictive: Predictive, y: Tensor) -> tuple[str, Tensor]:

@@ -119,9 +119,11 @@ def _run(
 
     name = f"{method}-{epsilon:g}"
     with speaker.warnings(), new_run(out / name, overwrite=False, ledger=book) as workspace:
-        estimator = fitted(
-            schema, x, y, method, epsilon, lambda: dpbnn.Ledger(book), speaker, options
-        )
+
+        def opened(delta: float) -> dpbnn.Ledger:
+            return dpbnn.Ledger(book, delta=None if book.exists() else delta)
+
+        estimator = fitted(schema, x, y, method, epsilon, opened, speaker, options)
         settings = {"table": table.name, "method": method, "epsilon": epsilon}
         workspace.save(estimator, schema, {**settings, **settings_of(options)})
     run = Run.open(out / name)

@@ -48,7 +48,7 @@ def demo_command(out: Path, quiet: bool, as_json: bool) -> None:
             delta=1e-5,
             bounds=(0, 16),
             classes=range(10),
-            ledger=dpbnn.Ledger(workspace.ledger),
+            ledger=dpbnn.Ledger(workspace.ledger, delta=1e-5),
             tuning_runs=_TUNING_RUNS,
             random_state=0,
             progress=speaker.progress,

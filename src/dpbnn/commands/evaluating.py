@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,15 +57,22 @@ def evaluate_command(
         opened = Run.open(run, device)
         rows = read(table, options)
         predictive, truth, evaluation = evaluated(opened, rows)
-    opened.write_metrics(evaluation.to_dict())
-    contents = page(opened, evaluation, test_data_public=test_data_public)
+        covered = coverage(opened, predictive, truth)
+    values = {**evaluation.to_dict(), **({"conformal": covered} if covered else {})}
+    opened.write_metrics(values)
+    contents = page(opened, values, test_data_public=test_data_public)
     if test_data_public:
         contents = _with_records(contents, opened, rows, predictive, truth)
     written = reports.write(contents, report or opened.folder / REPORT)
     speaker.say(evaluation)
+    if covered:
+        speaker.say(
+            f"  {covered['kind']} cover {covered['observed']:.4f}, at least "
+            f"{covered['promised']:.2f} were promised; mean size {covered['size'] or math.inf:.4g}"
+        )
     speaker.say(_NOTE)
     speaker.say(f"Wrote {opened.folder / 'metrics.json'} and {written}.")
-    speaker.result({"run": str(run), "report": str(written), **evaluation.to_dict()})
+    speaker.result({"run": str(run), "report": str(written), **values})
 
 
 @click.command("report")
@@ -98,12 +106,38 @@ def evaluated(run: Run, rows: Table) -> tuple[Predictive, Any, Evaluation]:
     return predictive, truth, evaluate(predictive, truth)
 
 
+def coverage(run: Run, predictive: Predictive, truth: Any) -> dict[str, Any] | None:
+    """Return how often conformal sets or intervals hold the truth, and their mean size."""
+    estimator: Any = run.estimator
+    if estimator.threshold_ is None:
+        return None
+    if run.schema.classes is not None:
+        inside = estimator.covering(predictive)
+        held, size = inside[range(len(truth)), truth], float(inside.sum(1).mean())
+    else:
+        low, high = estimator.covering(predictive)
+        held, size = (low <= truth) & (truth <= high), float((high - low).mean())
+    return {
+        "kind": "sets" if run.schema.classes is not None else "intervals",
+        "promised": estimator.calibration_["coverage at least"],
+        "observed": float(held.mean()),
+        "size": size if math.isfinite(size) else None,
+    }
+
+
 def page(run: Run, evaluation: Any, *, test_data_public: bool = False) -> RunPage:
     """Return the page of a run, without any test record."""
     from dpbnn import report as reports
     from dpbnn.commands.bands import band_along
 
     settings = {**run.manifest["settings"], "model": run.estimator.posterior_.settings}
+    if calibration := dict(run.estimator.calibration_):
+        if isinstance(evaluation, dict) and "conformal" in evaluation:
+            calibration |= {
+                f"{name} on the test records": evaluation["conformal"][key]
+                for name, key in (("coverage", "observed"), ("mean size", "size"))
+            }
+        settings["calibration by held-out rows"] = calibration
     return reports.RunPage(
         privacy=run.manifest["privacy"],
         evaluation=evaluation,

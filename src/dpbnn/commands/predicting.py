@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import itertools
+import operator
 import os
 import sys
 from collections.abc import Iterator
@@ -49,6 +51,8 @@ def predict_command(
     Classes: prediction, one probability p(CLASS) each, std (of the predicted class's probability
     over the posterior), epistemic and aleatoric uncertainty in nats.
     Numbers: mean, std, epistemic and aleatoric std, low and high end of the interval.
+    A run with --conformal adds what covers the truth: the set of classes, with | between them, or
+    conformal_low and conformal_high.
 
     \b
     Example:
@@ -83,14 +87,31 @@ def _write(file: IO[str], run: Run, x: Any, level: float) -> None:
     writer.writerow(_header(run))
     for start in range(0, len(x), _ROWS):
         predictive = run.estimator.predictive(x[start : start + _ROWS])
-        writer.writerows(_lines(run, predictive, level))
+        writer.writerows(
+            map(operator.add, _lines(run, predictive, level), _covering(run, predictive))
+        )
 
 
 def _header(run: Run) -> list[str]:
+    covers = run.estimator.threshold_ is not None
     if run.schema.classes is not None:
         shares = [f"p({name})" for name in run.schema.classes]
-        return ["prediction", *shares, "std", "epistemic", "aleatoric"]
-    return ["mean", "std", "epistemic", "aleatoric", "low", "high"]
+        return ["prediction", *shares, "std", "epistemic", "aleatoric", *["set"] * covers]
+    ends = ["conformal_low", "conformal_high"] * covers
+    return ["mean", "std", "epistemic", "aleatoric", "low", "high", *ends]
+
+
+def _covering(run: Run, predictive: Predictive) -> Iterator[list[Any]]:
+    """Yield what covers the truth, for every row; nothing where the run has no threshold."""
+    estimator: Any = run.estimator
+    if estimator.threshold_ is None:
+        yield from itertools.repeat([], len(predictive.mean))
+    elif run.schema.classes is not None:
+        for inside in estimator.covering(predictive):
+            yield ["|".join(itertools.compress(run.schema.classes, inside))]
+    else:
+        for ends in zip(*estimator.covering(predictive), strict=True):
+            yield [f"{end:.6g}" for end in ends]
 
 
 def _lines(run: Run, predictive: Predictive, level: float) -> Iterator[list[Any]]:

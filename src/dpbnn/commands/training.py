@@ -80,6 +80,16 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
               help="sgld, sghmc, sgd, bbp, vi, mcdropout or sep.")  # fmt: skip
 @click.option("--epsilon", type=float, help="The budget of this run.")
 @click.option("--non-private", is_flag=True, help="Train WITHOUT privacy.")
+@click.option(
+    "--recalibrate",
+    type=float,
+    metavar="SHARE",
+    help="Spend this share of epsilon, "
+    "such as 0.1, on a temperature of the predictions; holds out a fifth of the rows.",
+)
+@click.option("--conformal", type=float, metavar="ALPHA", help="Sets or intervals that miss the "
+              "truth with probability ALPHA + 0.01 at most; costs a fifth of epsilon and holds out "
+              "a fifth of the rows.")  # fmt: skip
 @training_options
 @click.option("--out", type=_PATH, required=True, help="The run directory to be made.")
 @click.option("--overwrite", is_flag=True, help="Replace a run; its ledger is gone on with.")
@@ -102,7 +112,7 @@ def fit_command(
     Example:
       dpbnn fit train.csv --schema schema.toml --epsilon 1 --out run/
     """
-    from dpbnn.runs import new_run
+    from dpbnn.runs import new_run, plain_calibration
 
     speaker = Speaker(quiet, as_json)
     if (epsilon is None) == (not non_private):
@@ -125,9 +135,12 @@ def fit_command(
             **settings_of(options),
         }
         workspace.save(estimator, schema, settings)
+    for name, value in estimator.calibration_.items():
+        speaker.say(f"Held-out rows, {name}: {value:.4g}")
     speaker.say(f"Wrote {out}.")
     speaker.say(estimator.privacy_)
-    speaker.result({"run": str(out), "rows": len(x), "privacy": estimator.privacy_.to_dict()})
+    values = {"rows": len(x), "calibration": plain_calibration(estimator)}
+    speaker.result({"run": str(out), **values, "privacy": estimator.privacy_.to_dict()})
 
 
 def read_training_table(
@@ -150,19 +163,20 @@ def fitted(
     y: Any,
     method: str,
     epsilon: float | None,
-    ledger: Callable[[], Any],
+    ledger: Callable[[float], Any],
     speaker: Speaker,
     options: dict[str, Any],
 ) -> PrivateBayes:
     """Return an estimator fitted to an encoded table, which predicts in the original units."""
     import dpbnn
+    from dpbnn.estimators.recipes import default_delta
 
     arguments = {
         "method": method,
         "epsilon": epsilon,
         "bounds": (-1.0, 1.0),
         "hidden": _widths(options["hidden"]),
-        "ledger": None if epsilon is None else ledger(),
+        "ledger": None if epsilon is None else ledger(options["delta"] or default_delta(len(x))),
         "random_state": options["seed"],
         "progress": speaker.progress,
         **{
@@ -172,6 +186,8 @@ def fitted(
                 "tuning_runs", "on_bad_rows",
             )
         },
+        "recalibrate": options.get("recalibrate"),
+        "conformal": options.get("conformal"),
     }  # fmt: skip
     if schema.classes is not None:
         classes = range(len(schema.classes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -57,9 +57,12 @@ def describe(model: nn.Module, path: str) -> str:
     return f"{found or 'the model'!r} ({type(module).__name__})"
 
 
-def _flags(modules: list[nn.Module]) -> list[bool]:
-    held = [p for module in modules for p in module._parameters.values()]
-    return [p.requires_grad for p in held if p is not None]
+def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    return [p for module in modules for p in module._parameters.values() if p is not None]
+
+
+def _flags(modules: Iterable[nn.Module]) -> list[bool]:
+    return [parameter.requires_grad for parameter in _parameters(modules)]
 
 
 _STATEFUL = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -123,7 +126,13 @@ class Attached:
         ]
         self.draws = draws if self._gaussian_paths else 1
         refuse_coupling(model)
-        self._flags = _flags(list(model.modules()))
+        for path, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise UnsupportedModel(
+                    f"{describe(model, path)} is scripted, so its layers cannot be recorded; "
+                    "attach the module as it was before torch.jit."
+                )
+        self._flags = _flags(model.modules())
         if not any(self._flags):
             raise UnsupportedModel(
                 f"{type(model).__name__} has no trainable parameter; set requires_grad."
@@ -245,12 +254,11 @@ class Attached:
         """Return the contributions of a batch at given draws."""
         model, batch = self.model, len(y)
         sites = []
-        parameters = [p for p in model.parameters() if p.requires_grad]
+        parameters = [p for p in _parameters(model.modules()) if p.requires_grad]
         for draw in draws if batch else []:
             tape = Tape(batch, draw, found, lambda path: describe(model, path))
             with torch.enable_grad(), frozen(parameters):
-                nll = self._forward(tape, x, y).sum() / -len(draws)
-                sites += tape.sites(nll)
+                sites += tape.sites(self._forward(tape, x, y), -1 / len(draws))
         return NetworkContributions(
             sites, batch, self._shapes, self.device, self.dtype, data_free, public(draws)
         )
@@ -275,17 +283,25 @@ class Attached:
 
     @staticmethod
     def _signature(x: tuple[Tensor, ...], y: Tensor, modules: list[nn.Module]) -> Any:
-        modes = tuple(module.training for module in modules)
-        return tuple((t.dim(), t.dtype) for t in (*x, y)), modes
+        kinds = tuple((type(module), module.training) for module in modules)
+        return tuple((t.dim(), t.dtype) for t in (*x, y)), kinds
 
     def probe(self, x: Inputs, y: Tensor) -> None:
         """Check on a few public examples that contributions are per example and complete."""
         from dpbnn.contributions.probe import probe
 
         arguments = _arguments(x)
-        self._layouts[self._signature(arguments, y, list(self.model.modules()))] = probe(
-            self, arguments, y
-        )
+        signature = self._signature(arguments, y, list(self.model.modules()))
+        try:
+            self._layouts[signature] = probe(self, arguments, y)
+        except (RuntimeError, IndexError, TypeError, AttributeError) as error:
+            shapes = [tuple(t.shape) for t in (*arguments, y)]
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} and the likelihood {self.likelihood!r} cannot be run "
+                f"and recorded on probe examples of shapes {shapes}: "
+                f"{str(error).strip().splitlines()[0] if str(error).strip() else error!r}; give "
+                f"inputs and targets that fit them, or modules that run as they are."
+            ) from error
 
     def __call__(self, x: Inputs, y: Tensor, data_free: DataFree | None = None) -> Contributions:
         """Return the contributions of a batch.
@@ -296,6 +312,14 @@ class Attached:
             data_free: gradients inside the clip for this batch, instead of those attached.
         """
         model, arguments = self.model, _arguments(x)
+        if not all(isinstance(t, Tensor) for t in (*arguments, y)):
+            kinds = [type(t).__name__ for t in (*arguments, y)]
+            raise TypeError(f"inputs and targets are {kinds}; give tensors, or a tuple of them.")
+        if torch.is_inference_mode_enabled() or any(t.is_inference() for t in (*arguments, y)):
+            raise RuntimeError(
+                "contributions need gradients, which torch.inference_mode() forbids; use "
+                "torch.no_grad() instead."
+            )
         modules = list(model.modules())
         if _flags(modules) != self._flags:
             raise UnsupportedModel(
@@ -308,9 +332,9 @@ class Attached:
             raise ValueError(f"inputs and targets have {sorted(lengths)} rows; give equally many.")
         signature = self._signature(arguments, y, modules)
         if signature not in self._layouts:
-            from dpbnn.contributions.probe import probe, synthetic
+            from dpbnn.contributions.probe import synthetic
 
-            self._layouts[signature] = probe(self, *synthetic(model, arguments, y))
+            self.probe(*synthetic(model, arguments, y))
         found, draws = self._layouts[signature], self.draw()
         constants = self._constants(data_free, draws)
         size = self.microbatch_size

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 from dpbnn.contributions.base import UnsupportedModel
 from dpbnn.contributions.rounding import accurate
 from dpbnn.contributions.rules import Forward, Recorder, Unit
-from dpbnn.contributions.sites import Instantiated, Site
+from dpbnn.contributions.sites import CHANGED, Instantiated, Site
 from dpbnn.contributions.tape import Discovery
 
 KEPT = 1 << 22
@@ -36,8 +36,12 @@ class Replayed(Instantiated):
         self.names = names
         self.shapes = {released: parameters[own].shape for own, released in names.items()}
         self._parameters = {own: parameters[own].detach() for own in names}
-        self._versions = [p._version for p in self._parameters.values()]
+        self._versions = self._current_versions()
         self._kept: dict[str, Tensor] | None = None
+
+    def _current_versions(self) -> list[int]:
+        held = [x for x in self.inputs if isinstance(x, Tensor)]
+        return [t._version for t in (*self._parameters.values(), *held)]
 
     def instantiate(self, rows: slice) -> dict[str, Tensor]:
         """Return the contributions of some examples without the data-free part."""
@@ -48,8 +52,8 @@ class Replayed(Instantiated):
         return self._replay(rows)
 
     def _replay(self, rows: slice) -> dict[str, Tensor]:
-        if [p._version for p in self._parameters.values()] != self._versions:
-            raise RuntimeError("parameters changed before the contributions were summed.")
+        if self._current_versions() != self._versions:
+            raise RuntimeError(CHANGED)
 
         def objective(parameters: dict[str, Tensor], inputs: list[Any], g: Tensor) -> Tensor:
             arguments = [
@@ -107,7 +111,10 @@ def replayed(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
                 "wrap it in a module that maps positional tensors to one tensor."
             )
         kept = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
-        batched = [isinstance(x, Tensor) and x.shape[:1] == (tape.batch,) for x in inputs]
+        batched = [
+            isinstance(x, Tensor) and tape.layout(f"{unit.path}({i})", x) == "first"
+            for i, x in enumerate(inputs)
+        ]
 
         def build(a: Tensor, g: Tensor) -> list[Site]:
             if g.shape[1] != 1:

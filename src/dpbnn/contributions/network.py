@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from dpbnn.contributions.base import ChunkedContributions, Contributions, Weights
-from dpbnn.contributions.rounding import INFLATION, full_precision
+from dpbnn.contributions.rounding import INFLATION, full_precision, without
 from dpbnn.contributions.sites import Direct, Site, merge
 
 Draws = list[dict[str, Tensor]]
@@ -40,7 +41,7 @@ class NetworkContributions(Contributions):
     ) -> None:
         self.batch_size, self.shapes, self.device, self.draws = batch_size, shapes, device, draws
         self._dtype = dtype
-        self._squares: dict[str, Tensor] | None = None
+        self._squares: Tensor | None = None
         seen = {name for site in sites for name in site.shapes}
         unused = [
             Direct(
@@ -60,7 +61,8 @@ class NetworkContributions(Contributions):
         for site in self._sites:
             site.data_free = {n: d.detach() for n, d in data_free.items() if n in site.shapes}
 
-    def _norms(self) -> tuple[dict[str, Tensor], Tensor]:
+    def _norms(self) -> tuple[Tensor, Tensor]:
+        """Return |c_i|^2 per released name and example, and which examples are not finite."""
         if self._squares is None:
             with full_precision(self.device):
                 raw: dict[str, Tensor] = {}
@@ -70,15 +72,21 @@ class NetworkContributions(Contributions):
                     raw[name] = torch.zeros(
                         self.batch_size, dtype=torch.float64, device=self.device
                     )
-                stacked = torch.stack([raw[name] for name in self.shapes])
-                self._bad = (~stacked.sum(0).isfinite()).nonzero().flatten()
-                stacked.mul_(INFLATION**2).index_fill_(1, self._bad, 0.0)
-                self._squares = dict(zip(self.shapes, stacked.unbind(), strict=True))
+                stacked = torch.stack([raw[name] for name in self.shapes]).mul_(INFLATION**2)
+                total = stacked.sum(0)
+                self._bad = (~(total < math.inf)).nonzero().flatten()
+                self._squares = without(stacked, self._bad, 1)
+                self._total = without(total, self._bad).sqrt_()
         return self._squares, self._bad
 
     def squared_norms(self) -> dict[str, Tensor]:
         """Return |c_i|^2 per released name, never below the truth (float64, [batch])."""
-        return dict(self._norms()[0])
+        return dict(zip(self.shapes, self._norms()[0].unbind(), strict=True))
+
+    def norms(self) -> Tensor:
+        """Return |c_i| over all released names, never below the truth (float64, [batch])."""
+        self._norms()
+        return self._total.clone()
 
     def weighted_sum(self, w: Weights) -> dict[str, Tensor]:
         """Return sum_i w_i c_i per released name, in float32 or better."""
@@ -87,9 +95,8 @@ class NetworkContributions(Contributions):
         once: dict[int, Tensor] = {}
         for values in given.values():
             if id(values) not in once:
-                once[id(values)] = (
-                    values.detach().to(self.device, self._dtype).index_fill(0, bad, 0.0)
-                )
+                weight = values.detach().to(self.device, self._dtype)
+                once[id(values)] = weight.index_fill(0, bad, 0.0) if bad.numel() else weight
         weights = {name: once[id(values)] for name, values in given.items()}
         sums: dict[str, Tensor] = {}
         with full_precision(self.device):

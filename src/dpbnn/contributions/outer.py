@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpbnn.contributions.rounding import squares, sum_error
-from dpbnn.contributions.sites import Instantiated, Site, with_slack
+from dpbnn.contributions.rounding import squares, sum_error, without
+from dpbnn.contributions.sites import CHANGED, Instantiated, Site, with_slack
 
 GRAM_COST = 3.0
 """Price of a float64 multiplication in the Gram form against a float32 one."""
 MAX_PAIRED_DRAWS = 8
 """Draws of a linear layer up to which products of pairs are cheaper than instantiation."""
-KEEP = 2.5
-"""Instantiated gradients are kept for the sum up to this many times the size of a and g."""
+KEPT = 1 << 22
+"""Numbers up to which instantiated gradients are kept for the sum, where a and g are smaller."""
 
 
 class Factors(ABC):
@@ -31,8 +31,10 @@ class Factors(ABC):
         g_squares: |g|^2 of every example.
         scale: k = e * d std / d rho of this draw, shaped like the weight; or None.
         groups, positions, columns, rows: G consists of `groups` blocks [rows, columns].
+        version: of a, when it was recorded.
     """
 
+    version: int
     a: Tensor
     g: Tensor
     g_squares: Tensor
@@ -62,6 +64,11 @@ class Factors(ABC):
         """Return flat blocks in the weight's shape."""
         return torch.unflatten(blocks, -1, (self.rows, self.columns))
 
+    def check_unchanged(self) -> None:
+        """Raise if the inputs changed since the norms could have been taken."""
+        if self.a._version != self.version:
+            raise RuntimeError(CHANGED)
+
     def release(self) -> None:
         """Forget a and g, once instantiated gradients stand for them."""
         self.a, self.g = self.a.new_empty(0), self.g.new_empty(0)
@@ -74,13 +81,16 @@ class Factors(ABC):
     @property
     def kept_size(self) -> int:
         """Return how many numbers a and g hold per example."""
-        return (self.a.numel() + self.g.numel()) // max(1, len(self.g))
+        return (self.a.numel() + self.g.numel()) // max(1, self.g.shape[0])
 
 
 def weighted_factors(a: Tensor, g: Tensor, w: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (w a, g) with zeros for the bad examples; g is changed in place."""
-    scaled = a * w.to(a).view(-1, *[1] * (a.dim() - 1))
-    return scaled.index_fill_(0, bad, 0.0), g.index_fill_(0, bad, 0.0)
+    """Return a and g, the smaller of them times w, with zeros for the bad examples."""
+    if bad.numel():
+        a, g = a.index_fill(0, bad, 0.0), g.index_fill(0, bad, 0.0)
+    if a.numel() < g.numel():
+        return a * w.to(a).view(-1, *[1] * (a.dim() - 1)), g
+    return a, g * w.to(g).view(-1, *[1] * (g.dim() - 1))
 
 
 class LinearFactors(Factors):
@@ -90,6 +100,7 @@ class LinearFactors(Factors):
         self, a: Tensor, g: Tensor, g_squares: Tensor, scale: Tensor | None = None
     ) -> None:
         self.a, self.g, self.g_squares, self.scale, self.groups = a, g, g_squares, scale, 1
+        self.version = a._version
         self.positions, self.columns, self.rows = a.shape[1], a.shape[2], g.shape[2]
 
     def factors(self, examples: slice) -> tuple[Tensor, Tensor]:
@@ -129,7 +140,7 @@ class ConvFactors(Factors):
         scale: Tensor | None = None,
     ) -> None:
         self.a, self.g, self.g_squares, self.window, self.scale = a, g, g_squares, window, scale
-        self.groups = window.groups
+        self.groups, self.version = window.groups, a._version
         self.positions = g[0, 0].numel()
         self.columns, self.rows = window.shape[1:].numel(), window.shape[0] // window.groups
 
@@ -220,7 +231,7 @@ class Outer(Instantiated):
         self, names: Sequence[str | None], shape: torch.Size, terms: Sequence[Factors]
     ) -> None:
         self.names, self.shape, self.terms, self.data_free = list(names), shape, list(terms), {}
-        self.batch = len(terms[0].g)
+        self.batch = terms[0].g.shape[0]
         self.shapes = {name: shape for name in names if name}
         self._kept: list[Tensor] = []
         self._slack: Tensor | None = None
@@ -238,7 +249,7 @@ class Outer(Instantiated):
 
     @property
     def _rank_one(self) -> bool:
-        return all(term.positions == 1 and term.groups == 1 for term in self.terms)
+        return all(isinstance(t, LinearFactors) and t.positions == 1 for t in self.terms)
 
     def _choose(self) -> str:
         special = self._scaled or bool(self.data_free)
@@ -304,7 +315,7 @@ class Outer(Instantiated):
         if not index or term.scale is None:
             return product
         a, g = term.a[:, 0], term.g[:, 0]
-        scaled = (a.square() @ term.scale.square().T).mul_(g.square()).sum(1).double()
+        scaled = (a.square() @ term.scale.square().T).mul_(g).mul_(g).sum(1).double()
         return scaled + 64 * torch.finfo(torch.float32).tiny * (1 + product)
 
     def _paired(self, index: int) -> Tensor:
@@ -376,7 +387,7 @@ class Outer(Instantiated):
         keep = (
             len(self.terms) == 1
             and not self._rank_one
-            and self.shape.numel() <= KEEP * first.kept_size
+            and self.shape.numel() <= max(first.kept_size, KEPT // self.batch)
         )
         parts: dict[str, list[Tensor]] = {name: [] for name in self.shapes}
         slack, kept = self.slack(), []
@@ -424,11 +435,12 @@ class Outer(Instantiated):
 
     def _summed(self, term: Factors, w: Tensor, bad: Tensor) -> Tensor:
         if not self._kept:
+            term.check_unchanged()
             return term.summed(w, bad)
         start, total, weights = 0, None, w.to(self._kept[0])
         for kept in self._kept:
             stop = start + len(kept)
-            kept.index_fill_(0, bad[(bad >= start) & (bad < stop)] - start, 0.0)
+            without(kept, bad[(bad >= start) & (bad < stop)] - start)
             part = weights[start:stop]
             total = part @ kept if total is None else total.addmv_(kept.T, part)
             start = stop
@@ -443,4 +455,4 @@ class Outer(Instantiated):
         one, two = self.terms[0], other.terms[0]
         a = one.a[:, 0].double() @ two.a[:, 0].double().T
         g = one.g[:, 0].double() @ two.g[:, 0].double().T
-        return a.mul_(g).index_fill_(0, bad, 0.0).index_fill_(1, other_bad, 0.0)
+        return without(without(a.mul_(g), bad), other_bad, 1)

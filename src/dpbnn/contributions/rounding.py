@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -28,19 +28,23 @@ def row_squares(t: Tensor) -> Tensor:
 
     Sums of squares beyond float32 come out infinite and count as non-finite.
     """
-    length = t.shape[-1]
-    rows: Tensor = torch.linalg.vector_norm(accurate(t), dim=-1).double().square()
-    return rows + length * torch.finfo(torch.float32).tiny
+    rows: Tensor = torch.linalg.vector_norm(accurate(t), dim=-1).double()
+    return rows.mul_(rows).add_(t.shape[-1] * torch.finfo(torch.float32).tiny)
 
 
 def squares(t: Tensor) -> Tensor:
     """Return each example's sum of squares over all but the first axis, in float64."""
-    rows = t.reshape(len(t), t.shape[1:].numel())
+    rows = t if t.dim() == 2 else t.reshape(t.shape[0], t.shape[1:].numel())
     whole = rows.shape[1] // _PIECE * _PIECE
     if not whole:
         return row_squares(rows)
     total = row_squares(torch.unflatten(rows[:, :whole], 1, (-1, _PIECE))).sum(1)
     return total + row_squares(rows[:, whole:])
+
+
+def without(t: Tensor, bad: Tensor, axis: int = 0) -> Tensor:
+    """Return the tensor with zeros for the bad examples, in place."""
+    return t.index_fill_(axis, bad, 0.0) if bad.numel() else t
 
 
 def sum_error(terms: int, dtype: torch.dtype) -> float:
@@ -59,13 +63,18 @@ _SWITCHES: dict[str, list[Any]] = {
 }
 
 
-@contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
+def full_precision(device: torch.device) -> AbstractContextManager[None]:
     """Accumulate in float32 or better: no TF32, no bf16 products, no autocast."""
     before = [(switch, switch.fp32_precision) for switch in _SWITCHES.get(device.type, [])]
     reduced = [(switch, value) for switch, value in before if value not in ("none", "ieee")]
-    autocast = torch.is_autocast_enabled(device.type)
-    with torch.no_grad(), torch.autocast(device.type, enabled=False) if autocast else nullcontext():
+    if reduced or torch.is_autocast_enabled(device.type):
+        return _raised_precision(device, reduced)
+    return torch.no_grad()
+
+
+@contextmanager
+def _raised_precision(device: torch.device, reduced: list[tuple[Any, str]]) -> Iterator[None]:
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
         try:
             for switch, _ in reduced:
                 switch.fp32_precision = "ieee"

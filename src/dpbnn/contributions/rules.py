@@ -206,14 +206,14 @@ def gaussian(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
 def embedding(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
     """Embedding: every position adds g_t to the row of its index."""
     assert isinstance(module, nn.Embedding)
-    if module.max_norm is not None or module.scale_grad_by_freq:
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise UnsupportedModel(
-            f"{unit.path!r} (Embedding) uses max_norm or scale_grad_by_freq, which depend on the "
-            "whole batch; use an Embedding without them."
+            f"{unit.path!r} (Embedding) uses max_norm, scale_grad_by_freq or sparse, whose "
+            "gradients are not taken per example; use an Embedding without them."
         )
 
     def build(a: Tensor, g: Tensor) -> list[Site]:
-        indices, g = a.flatten(1), g.flatten(1, -2)
+        indices, g = a.flatten(1).long(), g.flatten(1, -2)
         if module.padding_idx is not None:
             g = g.masked_fill((indices == module.padding_idx).unsqueeze(-1), 0.0)
         return [Rows(unit.names["weight"], module.weight.shape, indices, g)]

@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.rounding import squares, sum_error
+from dpbnn.contributions.rounding import squares, sum_error, without
 
 CHUNK = 1 << 21
 """Numbers held at once when per-example gradients are instantiated."""
+CHANGED = "inputs or parameters were changed in place before their contributions were summed."
+_ALL = slice(None)
 
 
 class Site(ABC):
@@ -76,8 +78,7 @@ class Site(ABC):
             left = self.full(rows).double()
             for columns in other.slices():
                 result[rows, columns] = left @ other.full(columns).double().T
-        result.index_fill_(0, bad, 0.0)
-        return result.index_fill_(1, other_bad, 0.0)
+        return without(without(result, bad), other_bad, 1)
 
 
 def with_slack(squared: dict[str, Tensor], slack: Tensor | float) -> dict[str, Tensor]:
@@ -118,7 +119,7 @@ class Direct(Instantiated):
     ) -> None:
         self.squared = squared
         self.names, self.terms, self.data_free = list(names), list(terms), {}
-        self.batch = len(terms[0][0])
+        self.batch = terms[0][0].shape[0]
         self.shapes = {name: terms[0][0].shape[1:] for name in names if name}
 
     def squared_norms(self) -> dict[str, Tensor]:
@@ -133,7 +134,8 @@ class Direct(Instantiated):
         for index, name in enumerate(self.names):
             for gradient, scale, _ in self.terms:
                 if name:
-                    part = gradient[rows] * scale if index and scale is not None else gradient[rows]
+                    part = gradient if rows == _ALL else gradient[rows]
+                    part = part * scale if index and scale is not None else part
                     parts[name] = parts[name] + part if name in parts else part
         return parts
 
@@ -148,7 +150,7 @@ class Direct(Instantiated):
 
     def slices(self, size: int = 0) -> Iterator[slice]:
         """Yield all examples at once: they are instantiated already."""
-        yield slice(0, self.batch)
+        yield _ALL
 
     def joined(self, others: Sequence[Site]) -> Site:
         """Return one site for this and others that release some of the same names."""
@@ -159,13 +161,19 @@ class Direct(Instantiated):
 
     def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
-        parts = self.instantiate(slice(None))
-        return {
-            name: (w[name].to(part) @ part.index_fill_(0, bad, 0.0).flatten(1)).view(
-                self.shapes[name]
-            )
-            for name, part in parts.items()
-        }
+        sums: dict[str, Tensor] = {}
+        for gradient, scale, _ in self.terms:
+            flat = without(gradient, bad).flatten(1)
+            done: dict[int, Tensor] = {}
+            for index, name in enumerate(self.names):
+                if name is None:
+                    continue
+                key = id(w[name])
+                if key not in done:
+                    done[key] = (w[name].to(flat) @ flat).view(self.shapes[name])
+                value = done[key] * scale if index and scale is not None else done[key]
+                sums[name] = sums[name] + value if name in sums else value
+        return sums
 
 
 def summed_positions(h: Tensor, axis: int, squared: Tensor) -> tuple[Tensor, Tensor | float]:
@@ -189,6 +197,7 @@ class Rows(Instantiated):
     def __init__(self, name: str, shape: torch.Size, indices: Tensor, g: Tensor) -> None:
         self.shapes, self.data_free = {name: shape}, {}
         self.name, self.indices, self.g, self.batch = name, indices, g, len(g)
+        self._version = indices._version
 
     def squared_norms(self) -> dict[str, Tensor]:
         """Return |c_i|^2: positions with the same index are added up, then squared."""
@@ -211,8 +220,10 @@ class Rows(Instantiated):
 
     def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
+        if self.indices._version != self._version:
+            raise RuntimeError(CHANGED)
         g = self.g * w[self.name].to(self.g)[:, None, None]
-        g.index_fill_(0, bad, 0.0)
+        without(g, bad)
         total = self.g.new_zeros(self.shapes[self.name])
         return {self.name: total.index_add_(0, self.indices.flatten(), g.flatten(0, 1))}
 
@@ -259,6 +270,9 @@ class Merged(Instantiated):
 
 def merge(sites: Sequence[Site]) -> list[Site]:
     """Return sites with disjoint names: those that share a name become one."""
+    names = [name for site in sites for name in site.shapes]
+    if len(set(names)) == len(names):
+        return list(sites)
     groups: dict[int, list[Site]] = {}
     home: dict[str, int] = {}
     for index, site in enumerate(sites):

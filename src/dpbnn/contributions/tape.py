@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,12 @@ class _Anchor(torch.autograd.Function):
         return g, None
 
 
+@functools.cache
+def _anchor(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros((), requires_grad=True, device=device)
+
+
 class Discovery:
     """A dry run that only notes the shapes of layer outputs."""
 
@@ -43,10 +50,15 @@ class Discovery:
         self.shapes: dict[Key, torch.Size] = {}
         self._calls: Counter[str] = Counter()
 
+    def layout(self, path: str, t: Tensor) -> str:
+        """Note the shape of one tensor."""
+        self.shapes[path, self._calls[path]] = t.shape
+        self._calls[path] += 1
+        return "first"
+
     def tap(self, path: str, a: Tensor, z: Tensor, build: Build) -> Tensor:
         """Note the shape of one output."""
-        self.shapes[path, self._calls[path]] = z.shape
-        self._calls[path] += 1
+        self.layout(path, z)
         return z
 
 
@@ -94,8 +106,8 @@ class Tape:
         self._calls: Counter[str] = Counter()
         self._taps: list[tuple[GradientEdge, Tensor, int, str, str, Build]] = []
 
-    def tap(self, path: str, a: Tensor, z: Tensor, build: Build) -> Tensor:
-        """Record one call; `build(a, g)` gets both as [batch, m, ...] after the backward pass."""
+    def layout(self, path: str, t: Tensor) -> str:
+        """Return where the tensor at this path holds the examples, in its next call."""
         key = (path, self._calls[path])
         self._calls[path] += 1
         layout = self._layouts.get(key)
@@ -104,22 +116,32 @@ class Tape:
                 f"{self._describe(path)} was called more often than when it was probed; "
                 "probe with inputs of this kind first."
             )
+        return layout
+
+    def tap(self, path: str, a: Tensor, z: Tensor, build: Build) -> Tensor:
+        """Record one call; `build(a, g)` gets both as [batch, m, ...] after the backward pass."""
+        layout = self.layout(path, z)
         if layout == "shared":
             z = _stacked(z, self.batch, a.dim() > 1 and z.shape[0] == 1)
         if not z.requires_grad:
             if z._is_view() or layout == "shared":
                 z = z.clone()
-            anchor = torch.zeros((), requires_grad=True, device=z.device)
-            z = _Anchor.apply(z, anchor)  # type: ignore[no-untyped-call]
+            z = _Anchor.apply(z, _anchor(z.device))  # type: ignore[no-untyped-call]
         self._taps.append((get_gradient_edge(z), a.detach(), a._version, layout, path, build))
         return z
 
-    def sites(self, nll: Tensor) -> list[Site]:
-        """Run the backward pass to layer outputs and return what it leaves at each layer."""
+    def sites(self, log_prob: Tensor, factor: float) -> list[Site]:
+        """Run the backward pass of factor * log_prob to layer outputs, and return what it leaves.
+
+        Args:
+            log_prob: one per example.
+            factor: of every example.
+        """
         edges = [tap[0] for tap in self._taps]
         gradients: list[Tensor | None] = [None] * len(edges)
-        if nll.requires_grad:
-            gradients = list(torch.autograd.grad(nll, edges, allow_unused=True))
+        if log_prob.requires_grad:
+            total = torch.dot(log_prob, torch.full_like(log_prob, factor))
+            gradients = list(torch.autograd.grad(total, edges, allow_unused=True))
         result: list[Site] = []
         while self._taps:
             (_, a, version, layout, path, build), g = self._taps.pop(), gradients.pop()

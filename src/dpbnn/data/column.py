@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from dpbnn.data.cells import Cells
 from dpbnn.data.table import MISSING, TableError, cell, codes, numbers, shown
 
 __all__ = ["Column", "Fault"]
@@ -18,7 +20,9 @@ _RULES = {
     "numeric": ("refuse", "middle", "indicator"),
     "categorical": ("refuse", "zeros", "category"),
 }
+_THOUSANDS = re.compile(r"[+-]?\d{1,3},\d{3}")  # of which nobody knows what the comma means
 _NO_TARGET = "fill it in, or delete the row: training and evaluation need every target"
+Raw = np.ndarray | list[str] | Cells
 Fault = tuple[np.ndarray, Callable[[Any], str]]
 """Which rows are bad, and what is wrong with a value among them and how to mend it."""
 
@@ -107,11 +111,19 @@ class Column:
         return low / 2 + high / 2, high / 2 - low / 2
 
     def encode(
-        self, raw: np.ndarray, missing: frozenset[str] = MISSING
+        self, raw: Raw, missing: frozenset[str] = MISSING, out: np.ndarray | None = None
     ) -> tuple[np.ndarray, list[Fault]]:
-        """Return the encoded columns [rows, features] and what is wrong with which rows."""
+        """Return the encoded columns [rows, features] and what is wrong with which rows.
+
+        Args:
+            raw: the values, as a table holds them.
+            missing: texts that stand for a missing value.
+            out: zeros that the encoded columns are written to.
+        """
+        if out is None:
+            out = np.zeros((len(raw), len(self.features)), dtype=np.float32)
         if self.kind == "numeric":
-            return self._encode_numbers(raw, missing)
+            return out, self._encode_numbers(raw, out, missing)
         code = self._codes(raw, missing)
         width = len(self.features)
         declared = len(self.categories or ())
@@ -122,13 +134,12 @@ class Column:
         position = np.where(code == -2, declared if self.other else -1, code)
         if self.missing == "category":
             position = np.where(code == -1, width - 1, position)
-        block = np.zeros((len(raw), width), dtype=np.float32)
         rows = np.flatnonzero(position >= 0)
-        block[rows, position[rows]] = 1.0
-        return block, faults
+        out[rows, position[rows]] = 1.0
+        return out, faults
 
     def classes(
-        self, raw: np.ndarray, missing: frozenset[str] = MISSING
+        self, raw: Raw, missing: frozenset[str] = MISSING
     ) -> tuple[np.ndarray, list[Fault]]:
         """Return class numbers (int64) and what is wrong with which rows."""
         if self.cuts is not None:
@@ -140,15 +151,13 @@ class Column:
         return np.maximum(code, 0), [*faults, *_absent(code == -1, _NO_TARGET)]
 
     def targets(
-        self, raw: np.ndarray, missing: frozenset[str] = MISSING
+        self, raw: Raw, missing: frozenset[str] = MISSING
     ) -> tuple[np.ndarray, list[Fault]]:
         """Return scaled targets and what is wrong with which rows."""
         values, faults = self.scaled(raw, missing)
         return np.nan_to_num(values), [*faults, *_absent(np.isnan(values), _NO_TARGET)]
 
-    def scaled(
-        self, raw: np.ndarray, missing: frozenset[str] = MISSING
-    ) -> tuple[np.ndarray, list[Fault]]:
+    def scaled(self, raw: Raw, missing: frozenset[str] = MISSING) -> tuple[np.ndarray, list[Fault]]:
         """Return numbers clipped to the bounds and scaled to [-1, 1], NaN where missing."""
         values, faults = self._numbers(raw, missing)
         assert self.bounds is not None
@@ -157,19 +166,19 @@ class Column:
         values = (np.log1p(values) if self.log else values) - middle
         return np.clip(values / half, -1.0, 1.0), faults
 
-    def _encode_numbers(
-        self, raw: np.ndarray, missing: frozenset[str]
-    ) -> tuple[np.ndarray, list[Fault]]:
+    def _encode_numbers(self, raw: Raw, out: np.ndarray, missing: frozenset[str]) -> list[Fault]:
         values, faults = self.scaled(raw, missing)
         absent = np.isnan(values)
         if self.missing == "refuse":
             unread = faults[0][0] if faults else np.zeros(len(raw), bool)
             faults = [*faults, *self._missing(absent & ~unread)]
         values[absent] = 0.0
-        columns = [values, absent] if self.missing == "indicator" else [values]
-        return np.stack(columns, axis=1).astype(np.float32), faults
+        out[:, 0] = values
+        if self.missing == "indicator":
+            out[:, 1] = absent
+        return faults
 
-    def _numbers(self, raw: np.ndarray, missing: frozenset[str]) -> tuple[np.ndarray, list[Fault]]:
+    def _numbers(self, raw: Raw, missing: frozenset[str]) -> tuple[np.ndarray, list[Fault]]:
         values, unread = numbers(raw, missing)
         infinite = np.isinf(values)
         if unread is None and not infinite.any():
@@ -181,14 +190,21 @@ class Column:
         text = str(value)
         if text.lower().lstrip("+-") in ("inf", "infinity") or _overflows(text):
             return f"{text} is infinite; write a number, or leave it empty if it is missing"
+        if _THOUSANDS.fullmatch(text.strip()):
+            return (
+                f"{text!r} has a comma; take it out where it separates thousands, or read the "
+                f"table with decimal=',' where it is a decimal comma"
+            )
         if "," in text and _overflows(text.replace(",", ".", 1)) is False:
             return f"{text!r} has a comma; read the table with decimal=',', or take the comma out"
+        if _separated(text):
+            return f"{text!r} has separators of thousands; take them out of the table"
         return (
             f"{text!r} is not a number; correct it, or declare the column with categories in the "
             f"schema"
         )
 
-    def _codes(self, raw: np.ndarray, missing: frozenset[str]) -> np.ndarray:
+    def _codes(self, raw: Raw, missing: frozenset[str]) -> np.ndarray:
         return codes(raw, {c: i for i, c in enumerate(self.categories or ())}, missing)
 
     def _unknown(self, code: np.ndarray, cure: str) -> list[Fault]:
@@ -263,6 +279,12 @@ def labels(name: str, given: Sequence[Any]) -> tuple[str, ...]:
                 f"schema, column {name!r}: category {text!r} is there twice; delete one of the two"
             )
     return tuple(texts)
+
+
+def _separated(text: str) -> bool:
+    """Say whether a text is a number once separators of thousands are taken out."""
+    plain = re.sub(r"(?<=\d)[,.'\s](?=\d{3}(?!\d))", "", text).replace(",", ".")
+    return plain != text and _overflows(plain) is False
 
 
 def _overflows(text: str) -> bool | None:

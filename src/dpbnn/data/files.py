@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import gzip
 import io
-import itertools
 import os
 import sys
 import zlib
@@ -16,12 +14,12 @@ from typing import IO, Any
 
 import numpy as np
 
-from dpbnn.data.table import MISSING, Table, TableError, as_table, unique
+from dpbnn.data import text
+from dpbnn.data.table import MISSING, Table, TableError, as_table
 
 __all__ = ["read_table"]
 
 _GZIP, _PARQUET, _NUMPY, _ZIP = b"\x1f\x8b", b"PAR1", b"\x93NUMPY", b"PK\x03\x04"
-_SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}
 _LARGE = 32 * 2**20  # bytes from which on reading shows progress
 _UNREADABLE = {
     ".xls": "an Excel file; save it as CSV",
@@ -81,12 +79,21 @@ def read_table(
             f"{path}: has the ending {suffix} but not that content; correct the ending or write "
             f"the file anew"
         )
-    if separator is not None and separator not in (*_SEPARATORS, " "):
+    if separator is not None and separator not in (*text.SEPARATORS, " "):
         raise TableError(f"separator={separator!r}: must be ',', ';', a tab or ' '")
     if decimal not in (".", ","):
         raise TableError(f"decimal={decimal!r}: must be '.' or ','")
     with _errors(path, encoding), _text(path, first, encoding, progress) as lines:
-        return _parse(path, lines, header, names, separator, decimal, frozenset(missing), comment)
+        return text.parse(
+            path,
+            lines,
+            header=header,
+            names=names,
+            separator=separator,
+            decimal=decimal,
+            missing=frozenset(missing),
+            comment=comment,
+        )
 
 
 def _opening(path: Path) -> bytes:
@@ -146,124 +153,6 @@ def _text(path: Path, first: bytes, encoding: str, progress: bool | None) -> Ite
             raise TableError(f"{path}: is UTF-16 text; pass encoding='utf-16'")
         code = "utf-8-sig" if encoding.replace("-", "").lower() == "utf8" else encoding
         yield io.TextIOWrapper(buffered, encoding=code, newline="")
-
-
-def _parse(
-    path: Path,
-    file: IO[str],
-    header: bool,
-    names: Sequence[str] | None,
-    separator: str | None,
-    decimal: str,
-    missing: frozenset[str],
-    comment: str | None,
-) -> Table:
-    lines = _clean(path, file, comment)
-    sample = list(itertools.islice(lines, 50))
-    separator = separator or _sniff(sample)
-    rows = _rows(path, itertools.chain(sample, lines), separator)
-    begin, top = next(rows, (0, []))
-    if not top:
-        raise TableError(f"{path}: is empty; give a table with a header and rows")
-    if header:
-        own = [name.strip() for name in top]
-        if names is None and _looks_like_data(top):
-            raise TableError(
-                f"{path}: the first line holds only numbers, so it is no header; pass "
-                f"header=False, or name the columns (names=[...], --names)"
-            )
-    else:
-        own = [f"x{i}" for i in range(len(top))]
-        rows = itertools.chain([(begin, top)], rows)
-    if names is not None:
-        if len(names) != len(top):
-            raise TableError(
-                f"{path}: has {len(top)} columns and {len(names)} names were given; give one per "
-                f"column"
-            )
-        own = list(names)
-    unique(own, str(path))
-    numbers: list[int] = []
-    values: list[list[str]] = []
-    for line, row in rows:
-        if len(row) != len(own):
-            raise TableError(
-                f"{path}, line {line}: has {len(row)} values where {len(own)} columns are; "
-                f"correct the line (text with a separator in it needs quotes)"
-            )
-        numbers.append(line)
-        values.append(row)
-    if not values:
-        raise TableError(f"{path}: has a header and no rows; give at least one row")
-    columns = {}
-    for name, column in zip(own, zip(*values, strict=True), strict=True):
-        stripped: Iterable[str] = map(str.strip, column)
-        if decimal == ",":
-            stripped = map(_point, stripped)
-        columns[name] = np.array(list(stripped), dtype=object)
-    return Table(columns, source=str(path), lines=np.array(numbers), missing=missing)
-
-
-def _clean(path: Path, file: IO[str], comment: str | None) -> Iterator[str]:
-    """Yield the lines of a text file, comments as empty ones."""
-    for line in file:
-        if "\0" in line:
-            raise TableError(f"{path}: holds NUL bytes, so it is no text; give a CSV file")
-        yield "\n" if comment and line.startswith(comment) else line
-
-
-def _rows(path: Path, lines: Iterable[str], separator: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line number, values) for every line that is not empty."""
-    if separator == " ":
-        for number, line in enumerate(lines, 1):
-            if row := line.split():
-                yield number, row
-        return
-    reader = csv.reader(lines, delimiter=separator, skipinitialspace=True, strict=True)
-    try:
-        for row in reader:
-            if len(row) > 1 or (row and row[0].strip()):
-                yield reader.line_num, row
-    except csv.Error as error:
-        raise TableError(
-            f"{path}, line {reader.line_num}: {error}; correct the quotes in that line"
-        ) from None
-
-
-def _sniff(sample: list[str]) -> str:
-    """Return the separator that cuts the first lines into equally many values, the most of them."""
-    best, width = "", 1
-    for separator in (*_SEPARATORS, " "):
-        try:
-            rows = [row for _, row in _rows(Path(), sample, separator)]
-        except TableError:
-            continue
-        widths = {len(row) for row in rows}
-        if len(widths) == 1 and (most := widths.pop()) > width and (separator != " " or not best):
-            best, width = separator, most
-    if best:
-        return best
-    top = next((line for line in sample if line.strip()), "")
-    return max(_SEPARATORS, key=top.count)
-
-
-def _looks_like_data(row: list[str]) -> bool:
-    """Return whether all names are numbers, other than 0, 1, 2, ..."""
-    try:
-        values = [float(name) for name in row]
-    except ValueError:
-        return False
-    return values != list(range(len(row)))
-
-
-def _point(value: str) -> str:
-    """Return a number with a decimal comma with a point instead."""
-    pointed = value.replace(",", ".")
-    try:
-        float(pointed)
-    except ValueError:
-        return value
-    return pointed
 
 
 def _parquet(path: Path, names: Sequence[str] | None) -> Table:

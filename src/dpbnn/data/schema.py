@@ -22,7 +22,7 @@ from dpbnn.data.table import Table, TableError, TableWarning, as_table, codes, n
 __all__ = ["Schema"]
 
 _CHUNK = 4_000_000  # numbers encoded at once
-_LOOK = 4096  # rows looked at at once, until what is looked for is found
+_LOOK = 1024  # rows looked at at once, until what is looked for is found
 _COLUMN_KEYS = ("kind", "bounds", "categories", "missing", "other", "log")
 _TARGET_KEYS = ("name", "classes", "bounds", "cuts")
 _KEYS = ("task", "public", "target", "columns", "ignore")
@@ -235,7 +235,7 @@ class Schema:
         kind = np.int64 if self.task == "classification" else np.float32
         y = np.zeros(table.n, dtype=kind) if target else None
         if out is None:
-            x = np.empty(shape, dtype=np.float32)
+            x = np.zeros(shape, dtype=np.float32)
             self._fill(table, x, y, on_bad_rows)
             return x, y
         path = Path(out)
@@ -299,19 +299,21 @@ class Schema:
             bad = np.zeros(part.n, dtype=bool)
             first = 0
             for column in self.columns:
-                raw = part.raw(column.name)
-                block, faults = column.encode(raw, part.missing)
+                raw = part.column(column.name)
+                width = len(column.features)
+                block = x[start : start + part.n, first : first + width]
+                _, faults = column.encode(raw, part.missing, block)
                 bad |= _bad(part, column, raw, faults, on_bad_rows)
-                x[start : start + part.n, first : first + block.shape[1]] = block
-                first += block.shape[1]
+                first += width
             if y is not None:
-                raw = part.raw(self.target.name)
+                raw = part.column(self.target.name)
                 values, faults = self._targets(raw, part.missing)
                 bad |= _bad(part, self.target, raw, faults, on_bad_rows)
                 y[start : start + part.n] = values
-            x[start : start + part.n][bad] = np.nan
+            if bad.any():
+                x[start : start + part.n][bad] = np.nan
 
-    def _targets(self, raw: np.ndarray, missing: frozenset[str]) -> tuple[np.ndarray, list[Fault]]:
+    def _targets(self, raw: Any, missing: frozenset[str]) -> tuple[np.ndarray, list[Fault]]:
         if self.task == "classification":
             return self.target.classes(raw, missing)
         return self.target.targets(raw, missing)
@@ -351,10 +353,10 @@ class Schema:
 
     def _check_classes(self, table: Table) -> None:
         seen: set[int] = set()
+        values = table.column(self.target.name)
         for start in range(0, table.n, _LOOK):
-            part = table.rows(start, start + _LOOK)
-            code, faults = self._targets(part.raw(self.target.name), part.missing)
-            seen |= {*np.unique(code[~_any(part.n, faults)]).tolist()}
+            code, faults = self._targets(values[start : start + _LOOK], table.missing)
+            seen.update(code[~_any(len(code), faults)].tolist())
             if len(seen) > 1:
                 return
         only = self.decode_target(min(seen, default=0))
@@ -365,7 +367,7 @@ class Schema:
 
 
 def _bad(
-    part: Table, column: Column, raw: np.ndarray, faults: list[Fault], on_bad_rows: str
+    part: Table, column: Column, raw: Any, faults: list[Fault], on_bad_rows: str
 ) -> np.ndarray:
     """Return which rows are bad, or raise for the first of them."""
     bad = _any(part.n, faults)
@@ -384,15 +386,15 @@ def _any(n: int, faults: list[Fault]) -> np.ndarray:
 
 
 def _all_missing(column: Column, table: Table) -> bool:
+    held = table.column(column.name)
     for start in range(0, table.n, _LOOK):
-        part = table.rows(start, start + _LOOK)
-        raw = part.raw(column.name)
+        raw = held[start : start + _LOOK]
         if column.kind == "numeric":
-            values, unread = numbers(raw, part.missing)
+            values, unread = numbers(raw, table.missing)
             present = not np.isnan(values).all() or unread is not None
         else:
             own = {category: i for i, category in enumerate(column.categories or ())}
-            present = bool((codes(raw, own, part.missing) != -1).any())
+            present = bool((codes(raw, own, table.missing) != -1).any())
         if present:
             return False
     return True

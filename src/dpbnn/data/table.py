@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from dpbnn.data.cells import Cells
+
 __all__ = ["MISSING", "Table", "TableError", "TableWarning", "as_table", "shown"]
 
 MISSING = frozenset({"", "?", "NA", "N/A", "NaN", "nan", "null", "NULL"})
@@ -33,7 +35,7 @@ class Table(Mapping[str, np.ndarray]):
     that what a column is taken for never depends on the values in it.
 
     Args:
-        columns: arrays of numbers, or object arrays of text and None.
+        columns: arrays of numbers; arrays, lists or cells of text, in arrays with None.
         source: what errors call the table.
         lines: for every row its line in the file, if it came from a text file.
         missing: texts that stand for a missing value.
@@ -42,7 +44,7 @@ class Table(Mapping[str, np.ndarray]):
 
     def __init__(
         self,
-        columns: Mapping[str, np.ndarray],
+        columns: Mapping[str, np.ndarray | list[str] | Cells],
         *,
         source: str = "the table",
         lines: Sequence[int] | np.ndarray | None = None,
@@ -69,7 +71,7 @@ class Table(Mapping[str, np.ndarray]):
         return tuple(self._columns)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        raw = self.raw(name)
+        raw = self.column(name)
         values, unreadable = numbers(raw, self.missing)
         return values if unreadable is None else _text(raw, self.missing)
 
@@ -87,7 +89,12 @@ class Table(Mapping[str, np.ndarray]):
         return f"Table({self.source}: {self.n} rows, {len(self)} columns)"
 
     def raw(self, name: str) -> np.ndarray:
-        """Return a column as it was given."""
+        """Return a column as it was given, as an array."""
+        values = self.column(name)
+        return values if isinstance(values, np.ndarray) else np.array([*values], dtype=object)
+
+    def column(self, name: str) -> np.ndarray | list[str] | Cells:
+        """Return a column as it is held: text of a file as a list or cells, without copying."""
         if name not in self._columns:
             raise TableError(
                 f"{self.source}: has no column {name!r}; its columns are {shown(self.names)}; "
@@ -96,8 +103,10 @@ class Table(Mapping[str, np.ndarray]):
         return self._columns[name]
 
     def rows(self, start: int, stop: int) -> Table:
-        """Return a range of rows, without copying."""
+        """Return a range of rows, arrays without copying."""
         start, stop, _ = slice(start, stop).indices(self.n)
+        if (start, stop) == (0, self.n):
+            return self
         part = {name: values[start:stop] for name, values in self._columns.items()}
         lines = None if self._lines is None else self._lines[start:stop]
         return self._like(part, lines, self._first + start)
@@ -105,7 +114,7 @@ class Table(Mapping[str, np.ndarray]):
     def take(self, index: Any) -> Table:
         """Return chosen rows: an array of row numbers or of booleans."""
         index = np.asarray(index)
-        part = {name: values[index] for name, values in self._columns.items()}
+        part = {name: self.raw(name)[index] for name in self._columns}
         lines = np.arange(self._first, self._first + self.n) if self._lines is None else self._lines
         kept = self._like(part, np.asarray(lines)[index], 0)
         kept._rows_named = self._lines is None
@@ -120,41 +129,62 @@ class Table(Mapping[str, np.ndarray]):
 
     _rows_named = False
 
-    def _like(self, columns: dict[str, np.ndarray], lines: Any, first: int) -> Table:
+    def _like(self, columns: dict[str, Any], lines: Any, first: int) -> Table:
         like = Table(columns, source=self.source, lines=lines, missing=self.missing, first=first)
         like._rows_named = self._rows_named
         return like
 
 
 def numbers(
-    raw: np.ndarray, missing: frozenset[str] = MISSING
+    raw: np.ndarray | list[str] | Cells, missing: frozenset[str] = MISSING
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return a column as float64 with NaN for missing, and which values are no numbers, if any."""
-    if raw.dtype.kind in "biuf":
+    if isinstance(raw, np.ndarray) and raw.dtype.kind in "biuf":
         return np.asarray(raw, dtype=np.float64), None
-    filled = np.array([None if v in missing else v for v in raw], dtype=object)
-    try:
-        if not any(v is not None and "_" in v for v in filled):
-            return filled.astype(np.float64), None
-    except ValueError:
-        pass
-    known = {value: _number(value) for value in set(filled.tolist())}
-    unreadable = np.fromiter((known[value] is None for value in filled), bool, len(filled))
-    values = np.fromiter((known[v] if known[v] is not None else np.nan for v in filled), float)
+    if isinstance(raw, Cells) and (found := raw.distinct()) is not None:
+        values, unreadable = numbers(found[0], missing)
+        return values[found[1]], None if unreadable is None else unreadable[found[1]]
+    texts = raw if isinstance(raw, list) else raw.tolist()
+    if not any(map(_finite, missing)):
+        try:
+            if "_" not in "".join(texts):
+                return np.fromiter(map(float, texts), np.float64, len(texts)), None
+        except (TypeError, ValueError):  # a missing value, or text
+            pass
+    known = {text: math.nan if text in missing else _number(text) for text in set(texts)}
+    found = [known[text] for text in texts]
+    unreadable = np.fromiter((value is None for value in found), bool, len(found))
+    values = np.array([math.nan if value is None else value for value in found], dtype=np.float64)
     return values, unreadable if unreadable.any() else None
 
 
 def codes(
-    raw: np.ndarray, categories: Mapping[str, int], missing: frozenset[str] = MISSING
+    raw: np.ndarray | list[str] | Cells,
+    categories: Mapping[str, int],
+    missing: frozenset[str] = MISSING,
 ) -> np.ndarray:
     """Return the code of every value: -1 for missing, -2 for a value that is no category."""
-    if raw.dtype.kind in "biuf":
+    if isinstance(raw, np.ndarray) and raw.dtype.kind in "biuf":
         distinct, positions = np.unique(raw, return_inverse=True)
         texts = [cell(value) for value in distinct.tolist()]
         own = np.array([_code(text, categories, missing) for text in texts] or [-1], dtype=np.int64)
         return own[positions]
-    known = {text: _code(text, categories, missing) for text in set(raw.tolist())}
-    return np.fromiter(map(known.__getitem__, raw), np.int64, len(raw))
+    if isinstance(raw, Cells) and (found := raw.distinct()) is not None:
+        return codes(found[0], categories, missing)[found[1]]
+    texts = raw if isinstance(raw, list) else raw.tolist()
+    known = _Codes(categories, missing)
+    return np.fromiter(map(known.__getitem__, texts), np.int64, len(texts))
+
+
+class _Codes(dict[str | None, int]):
+    """Codes of texts, found when a text comes for the first time."""
+
+    def __init__(self, categories: Mapping[str, int], missing: frozenset[str]) -> None:
+        self.categories, self.missing = categories, missing
+
+    def __missing__(self, text: str | None) -> int:
+        code = self[text] = _code(text, self.categories, self.missing)
+        return code
 
 
 def shown(names: Sequence[str], most: int = 8) -> str:
@@ -286,7 +316,12 @@ def _number(value: str | None) -> float | None:
         return None
 
 
-def _text(raw: np.ndarray, missing: frozenset[str]) -> np.ndarray:
+def _finite(text: str) -> bool:
+    number = _number(text)
+    return number is not None and math.isfinite(number)
+
+
+def _text(raw: np.ndarray | list[str] | Cells, missing: frozenset[str]) -> np.ndarray:
     return np.array([None if v in missing else v for v in raw], dtype=object)
 
 

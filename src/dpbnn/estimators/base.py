@@ -20,12 +20,17 @@ from sklearn.utils.validation import (
 )
 
 from dpbnn import training
+from dpbnn.calibration import tempered
 from dpbnn.data.statistics import private_bounds
-from dpbnn.estimators import recipes, storage
-from dpbnn.estimators.inputs import Scaling, as_array, parsed_bounds
+from dpbnn.estimators import held_out, recipes, storage
+from dpbnn.estimators.held_out import HeldOut
+from dpbnn.estimators.inputs import Scaling, as_array, in_a_line, parsed_bounds
 from dpbnn.methods.base import Method
+from dpbnn.posteriors import Posterior
 from dpbnn.predictive import Predictive
 from dpbnn.priors import Gaussian
+from dpbnn.privacy.checks import check_count, check_positive
+from dpbnn.privacy.events import Event
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.statement import PrivacyStatement
@@ -76,14 +81,20 @@ class PrivateBayes(BaseEstimator):
             X: inputs [rows, columns]: data frame, array or tensor.
             y: targets [rows].
         """
+        self._check_settings()
         recipe, method = self._recipe()
+        held = self._held_out()
         X, y = self._validated(X, y)
-        n, features = X.shape
         target = self._target(y)
-        delta = self._delta(n)
+        parts = held.parts(len(X))
+        rest, values = X, target.values
+        if held:
+            X, target = X[parts.train], dataclasses.replace(target, values=values[parts.train])
+        delta = self._delta(len(rest))
+        later = held.plans(parts, self.epsilon, delta)
         ledger = self._ledger(delta)
         earlier = ledger.releases
-        statistics, plan = self._plans(n, delta)
+        statistics, plan = self._plans(len(X), delta, held_out.events(later))
         if method is None:
             noise = getattr(target.likelihood, "noise_std", None)
             method = recipe.settings(plan, noise, self._regression, self.learning_rate, self.clip)
@@ -91,8 +102,8 @@ class PrivateBayes(BaseEstimator):
         scaling = self._scaling(X, statistics, plan, ledger)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         posterior = training.fit(
-            recipes.network(features, self._widths(), target.outputs, recipe.dropout),
-            (torch.from_numpy(scaling(X)), torch.from_numpy(target.values)),
+            recipes.network(X.shape[1], self._widths(), target.outputs, recipe.dropout),
+            (torch.from_numpy(scaling(X, np.float32)), torch.from_numpy(target.values)),
             target.likelihood,
             Gaussian(1.0) if self.prior is None else self.prior,
             method,
@@ -105,7 +116,16 @@ class PrivateBayes(BaseEstimator):
             progress=self.progress,
             debug_seed=None if plan.private else seed,
         )
-        posterior.privacy = self._stamped(posterior.privacy, earlier)
+        self.temperature_, self.threshold_, statement = held.found(
+            self._in_double(posterior) if held else posterior,
+            later,
+            *((torch.from_numpy(scaling(rest[part])), torch.from_numpy(values[part]))
+              for part in (parts.temper, parts.cover)),
+            ledger,
+            self.samples,
+            seed,
+        )  # fmt: skip
+        posterior.privacy = self._stamped(statement, earlier)
         self.posterior_ = posterior
         self.bounds_ = (scaling.low, scaling.high)
         self.ledger_, self.plan_, self.seed_ = ledger, plan, seed
@@ -118,17 +138,32 @@ class PrivateBayes(BaseEstimator):
             X: inputs [rows, columns].
         """
         check_is_fitted(self)
-        X = validate_data(self, as_array(X), reset=False, dtype=np.float64)
+        with in_a_line("remove or mend those rows"):
+            X = validate_data(self, as_array(X), reset=False, dtype=np.float64)
         inputs = torch.from_numpy(Scaling(*self.bounds_)(X))
-        if self.posterior_.device.type == "cpu":
-            self.posterior_.model.double()  # so that a row's prediction is the same in any table
-        return self._original(self.posterior_.predict(inputs, self.samples, seed=self.seed_))
+        posterior = self._in_double(self.posterior_)
+        found = posterior.predict(inputs, self.samples, seed=self.seed_)
+        if self.temperature_ is not None:
+            found = tempered(found, self.temperature_)
+        return self._original(found)
 
     @property
     def privacy_(self) -> PrivacyStatement:
         """The statement of everything in the ledger when training ended."""
         check_is_fitted(self)
         return self.posterior_.privacy
+
+    @property
+    def calibration_(self) -> dict[str, float]:
+        """What held-out rows have decided; empty without `recalibrate` and `conformal`."""
+        check_is_fitted(self)
+        found = {}
+        if self.temperature_ is not None:
+            found["temperature"] = self.temperature_
+        if self.threshold_ is not None:
+            found["threshold"] = self.threshold_
+            found["coverage at least"] = 1 - self.conformal - held_out.BETA
+        return found
 
     @property
     def diagnostics_(self) -> Any:
@@ -193,6 +228,32 @@ class PrivateBayes(BaseEstimator):
             state["posterior_"] = storage.unpacked(state["posterior_"])
         super().__setstate__(state)
 
+    def _held_out(self) -> HeldOut:
+        held = HeldOut(self.recalibrate, self.conformal)
+        if held and self.on_bad_rows != "error":
+            raise ValueError(
+                "on_bad_rows='zero': held-out rows must be whole; leave recalibrate and conformal "
+                "out, or mend the rows and pass on_bad_rows='error'"
+            )
+        return held
+
+    @staticmethod
+    def _in_double(posterior: Posterior) -> Posterior:
+        """Return the posterior, set so that a row's prediction is the same in any table."""
+        if posterior.device.type == "cpu":
+            posterior.model.double()
+        return posterior
+
+    def _covering(self) -> float:
+        """Return the threshold of sets and intervals that cover."""
+        check_is_fitted(self)
+        if self.threshold_ is None:
+            raise ValueError(
+                "conformal: this estimator was fitted without; pass conformal=0.1, say, and fit "
+                "again"
+            )
+        return self.threshold_
+
     def _recipe(self) -> tuple[recipes.Recipe, Method | None]:
         """Return the recipe of the method, and its settings where the user gave them."""
         if self.on_bad_rows not in ("error", "zero"):
@@ -218,21 +279,37 @@ class PrivateBayes(BaseEstimator):
         return recipe, None
 
     def _validated(self, X: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
-        X, y = as_array(X), as_array(y)
-        options = {"dtype": np.float64, "ensure_min_samples": 2}
+        X, y = as_array(X), as_array(y, "y")
+        options = {"dtype": [np.float64, np.float32], "ensure_min_samples": 2}
         if self.on_bad_rows == "error":
-            return validate_data(self, X, y, y_numeric=self._regression, **options)
+            cure = "remove or mend those rows, or pass on_bad_rows='zero' to let them contribute"
+            with in_a_line(f"{cure} nothing"):
+                return validate_data(self, X, y, y_numeric=self._regression, **options)
         X = validate_data(self, X, ensure_all_finite=False, **options)
         y = column_or_1d(y, warn=True, dtype=np.float64 if self._regression else None)
         check_consistent_length(X, y)
         return X, y
 
+    def _check_settings(self) -> None:
+        """Raise for settings that no fit can take, before anything is spent."""
+        names = ("epsilon", "delta", "batch_size", "epochs", "clip", "learning_rate")
+        check_positive(**{name: getattr(self, name) for name in names})
+        check_count(samples=0 if self.samples is None else self.samples)
+        check_count(0, tuning_runs=self.tuning_runs)
+        training.check_kinds(prior=self.prior, device=self.device)
+        self._widths()
+
     def _widths(self) -> tuple[int, ...]:
-        hidden = self.hidden
-        widths = (hidden,) if isinstance(hidden, (int, np.integer)) else tuple(hidden)
-        if any(int(width) != width or width < 1 for width in widths):
-            raise ValueError(f"hidden={hidden!r}: must be widths of layers, such as (32,) or ()")
-        return tuple(int(width) for width in widths)
+        try:
+            widths = [int(width) for width in np.atleast_1d(self.hidden)]
+            whole = widths == list(np.atleast_1d(self.hidden)) and min(widths, default=1) > 0
+        except (TypeError, ValueError):
+            whole = False
+        if not whole:
+            raise ValueError(
+                f"hidden={self.hidden!r}: must be widths of layers, such as (32,) or ()"
+            )
+        return tuple(widths)
 
     def _delta(self, n: int) -> float:
         if self.delta is not None:
@@ -258,14 +335,20 @@ class PrivateBayes(BaseEstimator):
             return Ledger()
         return Ledger(self.ledger, epsilon=self.epsilon, delta=delta)
 
-    def _plans(self, n: int, delta: float) -> tuple[Plan | None, Plan]:
-        """Return the plans of private bounds, if they are asked for, and of the training."""
+    def _plans(self, n: int, delta: float, later: tuple[Event, ...]) -> tuple[Plan | None, Plan]:
+        """Return the plans of private bounds, if they are asked for, and of the training.
+
+        Args:
+            n: number of rows for the training.
+            delta: of all together.
+            later: what is spent after the training.
+        """
         statistics = None
         if isinstance(self.bounds, str) and self.epsilon is not None:
             statistics = recipes.solved_plan(
                 epsilon=SHARE * self.epsilon, delta=delta, n=n, sampling="full-batch", steps=1
             )
-        beside = () if statistics is None else statistics.own_events
+        beside = (*(() if statistics is None else statistics.own_events), *later)
         plan = recipes.settled_plan(n, self.epsilon, delta, self.batch_size, self.epochs, beside)
         return statistics, plan
 
@@ -282,9 +365,12 @@ class PrivateBayes(BaseEstimator):
                 "bounds: missing, and reading them off the data would not be private; pass "
                 "bounds=(low, high) from public knowledge, or bounds='private' to pay for them"
             )
+        if plan.beside:
+            ledger.check(plan.events)
         if statistics is not None:
-            ledger.check((*statistics.own_events, *plan.own_events))
-            found = private_bounds(X, plan=statistics, ledger=ledger, label="private bounds")
+            found = private_bounds(
+                X.astype(np.float64), plan=statistics, ledger=ledger, label="private bounds"
+            )
             return Scaling(*np.array(found).T)
         if self.bounds is None or isinstance(self.bounds, str):
             return Scaling.learned(X)

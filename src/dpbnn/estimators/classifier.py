@@ -35,6 +35,10 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         clip: largest norm of one row's gradient; by default solved for ("sgld", "sghmc") or 1.
         learning_rate: of the method; see `dpbnn.estimators.recipes` for the defaults.
         samples: posterior samples in a prediction.
+        recalibrate: share of epsilon, such as 0.1, for a temperature of the predictions that a
+            fifth of the rows, held out of the training, decides.
+        conformal: share of misses, such as 0.1, of sets that cover the truth; a fifth of the
+            rows is held out for them, and a fifth of epsilon pays for them.
         ledger: path of a ledger file, or a `Ledger`, that all fits share; a clone keeps it. A file
             that does not exist yet gets (epsilon, delta) as its budget.
         tuning_runs: how many other runs chose these settings, for the statement; 0 says none did.
@@ -53,6 +57,8 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         plan_: the plan of the training.
         bounds_: (low, high) of every column.
         diagnostics_: how well the chain has mixed, at public inputs.
+        temperature_: of the predictions; None without `recalibrate`.
+        threshold_: of the sets; None without `conformal`.
     """
 
     _regression = False
@@ -72,6 +78,8 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         clip: float | None = None,
         learning_rate: float | None = None,
         samples: int = 100,
+        recalibrate: float | None = None,
+        conformal: float | None = None,
         ledger: Any = None,
         tuning_runs: int | None = None,
         on_bad_rows: str = "error",
@@ -91,6 +99,8 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         self.clip = clip
         self.learning_rate = learning_rate
         self.samples = samples
+        self.recalibrate = recalibrate
+        self.conformal = conformal
         self.ledger = ledger
         self.tuning_runs = tuning_runs
         self.on_bad_rows = on_bad_rows
@@ -117,6 +127,23 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
             return labels
         spread = predictive.probabilities.std(0, correction=0)
         return labels, spread.gather(1, chosen[:, None])[:, 0].cpu().numpy()
+
+    def predict_set(self, X: Any) -> np.ndarray:
+        """Return for every row the classes that may be true, as booleans [rows, classes].
+
+        With `conformal=alpha` a set holds the truth with probability at least 1 - alpha - 0.01, for
+        rows exchangeable with those of the training. A set can be empty: no class looks like what
+        was seen then.
+
+        Args:
+            X: inputs [rows, columns].
+        """
+        self._covering()
+        return self.covering(self.predictive(X))
+
+    def covering(self, predictive: Predictive) -> np.ndarray:
+        """Return the sets of predictions that were made already; see `predict_set`."""
+        return (1 - predictive.mean.double() <= self._covering()).cpu().numpy()
 
     def evaluate(self, X: Any, y: Any, **options: Any) -> Any:
         """Return accuracy, calibration and more on test data; see `dpbnn.evaluation.evaluate`.
@@ -156,8 +183,12 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
 
     def numbers(self, y: Any) -> np.ndarray:
         """Return the position of every label among the classes, -1 where it is none of them."""
+        labels = np.asarray(y)
+        if labels.dtype.kind in "iu" and self.classes_.dtype.kind in "iu" and labels.size:
+            places = np.minimum(np.searchsorted(self.classes_, labels), len(self.classes_) - 1)
+            return np.where(self.classes_[places] == labels, places, -1)
         known = {label: number for number, label in enumerate(self.classes_.tolist())}
-        return np.array([known.get(label, -1) for label in np.asarray(y).tolist()], dtype=np.int64)
+        return np.array([known.get(label, -1) for label in labels.tolist()], dtype=np.int64)
 
     def _original(self, predictive: Predictive) -> Predictive:
         return predictive

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Scaling", "as_array", "parsed_bounds"]
+__all__ = ["Scaling", "as_array", "in_a_line", "parsed_bounds"]
+
+_TIMES = ("date", "time", "duration", "period")  # how types of no use as numbers are called
+_BLOCK = 1 << 16  # numbers scaled at once, few enough for the processor's cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +34,8 @@ class Scaling:
     def learned(cls, values: np.ndarray) -> Scaling:
         """Return the scaling by the smallest and largest value of each column: NOT PRIVATE."""
         finite = np.where(np.isfinite(values), values, np.nan)
-        return cls(np.nanmin(finite, axis=0), np.nanmax(finite, axis=0))
+        low, high = np.nanmin(finite, axis=0), np.nanmax(finite, axis=0)
+        return cls(low.astype(np.float64), high.astype(np.float64))
 
     @property
     def middle(self) -> np.ndarray:
@@ -43,19 +48,80 @@ class Scaling:
         width = self.high / 2 - self.low / 2
         return np.where(width > 0, width, 1.0)
 
-    def __call__(self, values: np.ndarray) -> np.ndarray:
-        """Return values clipped to the bounds and scaled to [-1, 1]."""
-        scaled = np.clip(values, self.low, self.high)
-        scaled -= self.middle
-        scaled /= self.half
-        np.clip(scaled, -1.0, 1.0, out=scaled)
-        scaled[~np.isfinite(values)] = np.nan
+    def __call__(self, values: np.ndarray, dtype: type = np.float64) -> np.ndarray:
+        """Return values clipped to the bounds and scaled to [-1, 1].
+
+        Args:
+            values: the numbers; they are returned themselves where nothing is to be done.
+            dtype: of the result; it is computed in float64.
+        """
+        if self._keeps(values, dtype):
+            return values
+        scaled = np.empty(values.shape, dtype)
+        step = max(1, _BLOCK // max(1, values[:1].size))
+        for start in range(0, len(values), step):
+            part = values[start : start + step]
+            block = np.clip(part, self.low, self.high, dtype=np.float64)
+            block -= self.middle
+            block /= self.half
+            np.clip(block, -1.0, 1.0, out=block)
+            block[~np.isfinite(part)] = np.nan
+            scaled[start : start + step] = block
         return scaled
 
+    def _keeps(self, values: np.ndarray, dtype: type) -> bool:
+        """Return whether scaling would change nothing."""
+        unit = bool((self.low == -1.0).all() and (self.high == 1.0).all())
+        usable = values.dtype == dtype and values.flags.writeable and values.size > 0
+        return unit and usable and bool(values.min() >= -1.0 and values.max() <= 1.0)
 
-def as_array(values: Any) -> Any:
-    """Return a tensor as an array; anything else as it is."""
-    return values.detach().cpu().numpy() if hasattr(values, "detach") else values
+
+def as_array(values: Any, name: str = "X") -> Any:
+    """Return a tensor as an array; anything else as it is, if it can be a table of numbers.
+
+    Args:
+        values: a data frame, array, tensor or list.
+        name: what the values are called in errors.
+    """
+    if hasattr(values, "detach"):
+        return values.detach().cpu().numpy()
+    if type(values).__name__ == "LazyFrame":
+        raise ValueError(f"{name}: is a LazyFrame, which holds no rows yet; pass {name}.collect()")
+    kinds = getattr(values, "dtypes", None)
+    columns = getattr(values, "columns", None)
+    if kinds is None or columns is None or isinstance(kinds, np.dtype):
+        kinds, columns = [getattr(values, "dtype", "")], [""]
+    for column, kind in zip(columns, kinds, strict=False):
+        if str(kind).lower().startswith(_TIMES):
+            where = f"column {column!r} holds" if column else "holds"
+            raise ValueError(
+                f"{name}: {where} {kind}, no numbers; turn it into numbers, such as days since a "
+                f"fixed date"
+            )
+    return values
+
+
+@contextlib.contextmanager
+def in_a_line(cure: str) -> Iterator[None]:
+    """Say in one line what scikit-learn's validation finds.
+
+    Args:
+        cure: what to do about values that are not finite.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        line, *rest = [part.strip() for part in str(error).strip().split("\n")]
+        line = line.rstrip(".:")
+        if "contains NaN" in line or "contains infinity" in line:
+            raise ValueError(f"{line}; {cure}") from None
+        if "float() argument" in line or "could not convert string" in line:
+            raise type(error)(
+                f"X and y must hold numbers ({line}); encode the others, as 'dpbnn fit' and "
+                f"dpbnn.data.Schema do"
+            ) from None
+        more = [part for part in rest if part.startswith("Reshape your data")]
+        raise type(error)("; ".join([line, *more])) from None
 
 
 def parsed_bounds(

@@ -37,6 +37,10 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         clip: largest norm of one row's gradient.
         learning_rate: of the method.
         samples: posterior samples in a prediction.
+        recalibrate: share of epsilon, such as 0.1, for a temperature of the predictions that a
+            fifth of the rows, held out of the training, decides.
+        conformal: share of misses, such as 0.1, of intervals that cover the truth; a fifth of the
+            rows is held out for them, and a fifth of epsilon pays for them.
         ledger: path of a ledger file, or a `Ledger`, that all fits share.
         tuning_runs: how many other runs chose these settings.
         on_bad_rows: "error" or "zero".
@@ -52,6 +56,8 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         plan_: the plan of the training.
         bounds_: (low, high) of every column.
         diagnostics_: how well the chain has mixed, at public inputs.
+        temperature_: of the predictions; None without `recalibrate`.
+        threshold_: of the intervals; None without `conformal`.
     """
 
     _regression = True
@@ -72,6 +78,8 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         clip: float | None = None,
         learning_rate: float | None = None,
         samples: int = 100,
+        recalibrate: float | None = None,
+        conformal: float | None = None,
         ledger: Any = None,
         tuning_runs: int | None = None,
         on_bad_rows: str = "error",
@@ -92,6 +100,8 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         self.clip = clip
         self.learning_rate = learning_rate
         self.samples = samples
+        self.recalibrate = recalibrate
+        self.conformal = conformal
         self.ledger = ledger
         self.tuning_runs = tuning_runs
         self.on_bad_rows = on_bad_rows
@@ -109,6 +119,24 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         predictive = self.predictive(X)
         mean = predictive.mean.cpu().numpy()
         return (mean, predictive.std.cpu().numpy()) if return_std else mean
+
+    def predict_interval(self, X: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ends of an interval for every row.
+
+        With `conformal=alpha` it holds the target, clipped to its bounds, with probability at least
+        1 - alpha - 0.01, for rows exchangeable with those of the training.
+
+        Args:
+            X: inputs [rows, columns].
+        """
+        self._covering()
+        return self.covering(self.predictive(X))
+
+    def covering(self, predictive: Predictive) -> tuple[np.ndarray, np.ndarray]:
+        """Return the intervals of predictions that were made already; see `predict_interval`."""
+        threshold = self._covering()
+        mean, std = predictive.mean.double(), predictive.std.double()
+        return (mean - threshold * std).cpu().numpy(), (mean + threshold * std).cpu().numpy()
 
     def evaluate(self, X: Any, y: Any, **options: Any) -> Any:
         """Return errors, coverage and more on test data; see `dpbnn.evaluation.evaluate`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -30,7 +31,10 @@ __all__ = ["load", "packed", "save", "unpacked"]
 MANIFEST = "estimator.json"
 FORMAT = "dpbnn-estimator"
 VERSION = 1
-_FITTED = ("bounds_", "classes_", "target_bounds_", "feature_names_in_", "n_features_in_", "seed_")
+_FITTED = (
+    "bounds_", "classes_", "target_bounds_", "feature_names_in_", "n_features_in_", "seed_",
+    "temperature_", "threshold_",
+)  # fmt: skip
 
 
 def save(estimator: PrivateBayes, folder: Path, overwrite: bool) -> None:
@@ -80,6 +84,7 @@ def load(cls: type, folder: Path, device: str) -> Any:
         )
     params = {name: _object(value) for name, value in manifest["params"].items()}
     estimator = known[manifest["class"]](**params)
+    estimator.temperature_ = estimator.threshold_ = None
     for name, value in manifest["fitted"].items():
         setattr(estimator, name, _object(value))
     estimator.posterior_ = training.load(folder / "posterior", device=device)
@@ -136,6 +141,8 @@ def _plain(value: Any) -> Any:
         return {"class": type(value).__name__, "arguments": fields}
     if isinstance(value, os.PathLike):
         return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"number": repr(value)}
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
     return {"text": repr(value)}
@@ -145,6 +152,8 @@ def _object(value: Any) -> Any:
     """Return what `_plain` described; what has no JSON form comes back as its text."""
     if not isinstance(value, dict):
         return value
+    if "number" in value:
+        return float(value["number"])
     if "array" in value:
         return np.array(value["array"], dtype=np.dtype(value["dtype"]))
     if "tuple" in value:

@@ -38,9 +38,8 @@ class ADFProcess(SequentialProcess):
         v = 1 / self.second
         m = v * self.first
         tilted = self.network.tilted(m, v, x, y, self.scale)
-        with np.errstate(all="ignore"):
-            precision = self.second / (1 - v * tilted.curvature)
-            first = (m + v * tilted.slope) * precision
+        precision = self.second / (1 - v * tilted.curvature)
+        first = (m + v * tilted.slope) * precision
         good = usable(precision)
         if good is not None:
             precision = np.where(good, precision, self.second)

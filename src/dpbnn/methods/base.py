@@ -17,7 +17,7 @@ from dpbnn.contributions.attach import Attached, attach
 from dpbnn.contributions.base import Contributions, DenseContributions
 from dpbnn.likelihoods import Likelihood
 from dpbnn.priors import Prior
-from dpbnn.privacy.langevin import check_positive
+from dpbnn.privacy.checks import check_numbers, check_positive
 
 if TYPE_CHECKING:
     from dpbnn.posteriors import Posterior
@@ -173,6 +173,7 @@ class Descent(Method):
 
     def __post_init__(self) -> None:
         check_positive(learning_rate=self.learning_rate, clip=self.clip)
+        check_numbers(momentum=self.momentum)
         if not (0 <= self.momentum < 1):
             raise ValueError(f"momentum={self.momentum}: must lie in [0, 1)")
         if isinstance(self.optimizer, str) and self.optimizer not in _OPTIMIZERS:

@@ -16,6 +16,7 @@ from dpbnn.methods.base import Descent, DescentProcess, Problem
 from dpbnn.networks import GaussianLayer, IntegratedLinear, to_gaussian
 from dpbnn.posteriors import MeanFieldPosterior, Posterior
 from dpbnn.priors import Prior
+from dpbnn.privacy.checks import check_count, check_numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,9 @@ class BBP(Descent):
             raise ValueError(f"space={self.space!r}: must be 'weights' or 'parameters'")
         if self.kl not in ("exact", "sampled"):
             raise ValueError(f"kl={self.kl!r}: must be 'exact' or 'sampled'")
-        if self.draws < 1 or (self.draws > 1 and self.space == "weights"):
+        check_count(draws=self.draws)
+        check_numbers(kl_weight=self.kl_weight)
+        if self.draws > 1 and self.space == "weights":
             raise ValueError(f"draws={self.draws}: must be 1, or more with space='parameters'")
         if self.kl_weight is not None and (self.space == "weights" or self.kl_weight < 0):
             raise ValueError(

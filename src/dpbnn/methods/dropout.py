@@ -11,7 +11,7 @@ from dpbnn.methods.base import Descent, Problem
 from dpbnn.methods.sgd import SGDProcess
 from dpbnn.networks import SharedDropout
 from dpbnn.posteriors import DropoutPosterior, Posterior
-from dpbnn.privacy.langevin import check_positive
+from dpbnn.privacy.checks import check_positive
 
 
 def dropout_weight_decay(length_scale: float, precision: float, keep: float, n: int) -> float:

@@ -17,7 +17,7 @@ from dpbnn.mixtures import GaussianMixture, whitened
 from dpbnn.moments.coordinates import packed, unpacked
 from dpbnn.posteriors import MixturePosterior, Posterior
 from dpbnn.priors import Flat, Gaussian
-from dpbnn.privacy.langevin import check_positive
+from dpbnn.privacy.checks import check_numbers, check_positive
 from dpbnn.privacy.plan import Plan
 
 __all__ = ["EM"]
@@ -93,9 +93,10 @@ class EM(Method):
             raise ValueError("bound=None: uncentred statistics need a public bound on |x|")
         check_positive(strength=self.strength)
         for field in ("least", "anneal", "step"):
+            check_numbers(**{field: getattr(self, field)})
             if not 0 < getattr(self, field) <= 1:
                 raise ValueError(f"{field}={getattr(self, field)}: must lie in (0, 1]")
-        low, high = self.variances
+        low, high = self.variances if len(self.variances) == 2 else (0.0, 0.0)
         if not 0 < low <= 1 <= high < math.inf:
             raise ValueError(f"variances={self.variances}: must be (low, high), low <= 1 <= high")
 

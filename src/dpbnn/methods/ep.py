@@ -17,6 +17,7 @@ from dpbnn.methods.ep_blocks import BlockEPProcess
 from dpbnn.mixtures import GaussianMixture
 from dpbnn.moments import MixtureMoments, Natural, NetworkMoments
 from dpbnn.moments.sequential import Array, Gamma, PriorSites, SequentialNetwork, usable
+from dpbnn.privacy.checks import check_numbers
 
 if TYPE_CHECKING:
     from dpbnn.posteriors import Posterior
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["EP"]
 
 _FEWEST = 10  # records
+_FAR = 1e12  # largest mean of a weight
 
 
 def check_records(n: int) -> None:
@@ -81,6 +83,7 @@ class EP(Sequential):
     name = "ep"
 
     def __post_init__(self) -> None:
+        check_numbers(damping=self.damping)
         if not (0 < self.damping <= 1):
             raise ValueError(f"damping={self.damping}: must lie in (0, 1]")
 
@@ -126,10 +129,13 @@ class SequentialProcess(OpenProcess):
         inputs = x.flatten(1).double().cpu().numpy()
         targets = y.reshape(len(y)).double().cpu().numpy()
         names = records.numpy()
-        for i in order:
-            self.record(int(names[i]), inputs[i], float(targets[i]))
+        with np.errstate(all="ignore"):
+            for i in order:
+                self.record(int(names[i]), inputs[i], float(targets[i]))
         if self.settings.refine:
             self.prior.sweep(self.first, self.second)
+        reach = _FAR * self.second
+        np.clip(self.first, -reach, reach, out=self.first)
         self.steps += 1
 
     def record(self, index: int, x: Array, y: float) -> None:
@@ -210,11 +216,10 @@ class EPProcess(SequentialProcess):
         m = v * cavity1
         tilted = self.network.tilted(m, v, x, y, scale)
         left = 1 - v * tilted.curvature
-        with np.errstate(all="ignore"):
-            precision = cavity2 / left
-            move1 = damping * ((m + v * tilted.slope) * precision - cavity1 - site1)
-            move2 = damping * (precision - cavity2 - site2)
-            good = usable(np.minimum(self.second + move2, precision))
+        precision = cavity2 / left
+        move1 = damping * ((m + v * tilted.slope) * precision - cavity1 - site1)
+        move2 = damping * (precision - cavity2 - site2)
+        good = usable(np.minimum(self.second + move2, precision))
         if good is not None:
             move1, move2 = np.where(good, move1, 0.0), np.where(good, move2, 0.0)
         if np.isfinite(move1.sum()):

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dpbnn.methods.base import Method, Problem, Process
 from dpbnn.posteriors import IteratePosterior, IterateWriter, Posterior
-from dpbnn.privacy.langevin import DRIFT, check_positive, sgld_noise_multiplier
+from dpbnn.privacy.checks import check_count, check_numbers, check_positive
+from dpbnn.privacy.langevin import DRIFT, sgld_noise_multiplier
 from dpbnn.privacy.plan import Plan, plan
 
 Rate = float | Callable[[int], float]
@@ -61,9 +62,9 @@ class Langevin(Method):
     def __post_init__(self) -> None:
         rate = None if callable(self.learning_rate) else self.learning_rate
         check_positive(
-            learning_rate=rate, clip=self.clip, temperature=self.temperature, keep=self.keep,
-            thin=self.thin, chains=self.chains,
+            learning_rate=rate, clip=self.clip, temperature=self.temperature
         )  # fmt: skip
+        check_count(keep=self.keep, thin=self.thin, chains=self.chains)
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype={self.dtype!r}: must be 'float32' or 'bfloat16'")
 
@@ -183,6 +184,7 @@ class SGHMC(Langevin):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_numbers(friction=self.friction)
         if not (0 < self.friction <= 1):
             raise ValueError(f"friction={self.friction}: must lie in (0, 1]")
 

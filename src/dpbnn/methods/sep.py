@@ -23,7 +23,7 @@ from dpbnn.moments import (
     Raw,
     Whitened,
 )
-from dpbnn.privacy.langevin import check_positive
+from dpbnn.privacy.checks import check_positive
 
 if TYPE_CHECKING:
     from dpbnn.posteriors import Posterior
@@ -91,6 +91,10 @@ class SEP(Method):
     own_noise = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.step_size, tuple) and len(self.step_size) != 2:
+            raise ValueError(
+                f"step_size={self.step_size}: must be a number, or a pair (first, last)"
+            )
         first, last = self.rates
         check_positive(
             clip=self.clip,
@@ -124,7 +128,9 @@ class SEP(Method):
 
             theta <- (gamma/N) f_i + (N - gamma/N) f + prior + noise,   f <- (theta - prior)/N,
 
-        f_i clipped to C in raw natural parameters, and f, the prior and the start too. Run it on
+        f_i clipped to C in raw natural parameters, and f, the prior and the start too; with an
+        expected batch size b the sum of f_i takes the place of f_i, and b gamma/N f is taken off.
+        Run it on
         `plan(sampling="partition", batch_size=1, relation="replace-one")`: a pass visits every
         record once and no order is secret, so nothing is amplified, and the sensitivity of theta
         is the printed 2 gamma C/N (times sqrt(2) with blocks=2).
@@ -255,7 +261,8 @@ class SEPProcess(Process):
             if settings.printed:
                 factor = self.coordinates.factor(release)
                 damped = settings.rates[0] / problem.n
-                moved = self.q.plus(factor, damped).plus(self._shared(), -damped)
+                damped_shared = damped * problem.batch_size
+                moved = self.q.plus(factor, damped).plus(self._shared(), -damped_shared)
             else:
                 keep = settings.momentum
                 for name, value in release.items():

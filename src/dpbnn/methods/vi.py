@@ -15,6 +15,7 @@ from dpbnn.methods.base import Descent, DescentProcess, Problem
 from dpbnn.methods.bbp import BBP, kl_gradient
 from dpbnn.networks import GaussianLinear, IntegratedLinear
 from dpbnn.posteriors import MeanFieldPosterior, Posterior
+from dpbnn.privacy.checks import check_count, check_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +63,10 @@ class VI(Descent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.draws < 1 or self.beta < 0:
-            raise ValueError(f"draws={self.draws}, beta={self.beta}: must be >= 1 and >= 0")
+        check_count(draws=self.draws)
+        check_numbers(beta=self.beta)
+        if not self.beta >= 0:
+            raise ValueError(f"beta={self.beta}: must be >= 0")
 
     def prepared(self, model: nn.Module) -> nn.Module:
         """Return the network with Gaussian layers."""

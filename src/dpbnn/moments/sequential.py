@@ -12,6 +12,8 @@ __all__ = ["Gamma", "PriorSites", "SequentialNetwork", "Tilted"]
 
 Array = NDArray[np.float64]
 _LEAST, _MOST = 1e-20, 1e20  # precisions within which an update is taken
+_STEEP = 10.0  # change of log Z beyond which its normal form says nothing of the precision
+_RANGE = 1e100  # of a Gamma's parameters, and 1/_RANGE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +30,8 @@ class Gamma:
 
     @property
     def valid(self) -> bool:
-        """Whether the mean of 1/precision exists."""
-        return self.a > 1 and self.b > 0 and math.isfinite(self.a) and math.isfinite(self.b)
+        """Whether the mean of 1/precision exists, and can be computed with."""
+        return 1 < self.a < _RANGE and 1 / _RANGE < self.b < _RANGE
 
     def tilted(self, squared: float, v: float) -> Gamma:
         """Return the Gamma matched to N(0; squared residual, v + 1/precision) times this one.
@@ -37,11 +39,19 @@ class Gamma:
         With Z, Z1, Z2 the normalisers at a, a + 1, a + 2:
             a <- 1 / (Z2 Z / Z1^2 (a + 1)/a - 1),
             b <- 1 / (Z2/Z1 (a + 1)/b - Z1/Z a/b).
+
+        Far from zero the normalisers vanish, and with them what they say; there it is the Gamma
+        of the expected squared error e^2 given v and the noise's mean s,
+            a <- a + 1/2,   b <- b + E[e^2]/2,   E[e^2] = squared (s/(v + s))^2 + v s/(v + s).
         """
         a, b = self.a, self.b
         log_z = [_log_normal(squared, v + b / (a + i - 1)) for i in range(3)]
-        first = math.exp(min(log_z[1] - log_z[0], 700.0))
-        second = math.exp(min(log_z[2] - log_z[1], 700.0))
+        steps = log_z[1] - log_z[0], log_z[2] - log_z[1]
+        if not max(map(abs, steps)) < _STEEP:
+            share = self.variance / (v + self.variance)
+            new = Gamma(a + 0.5, b + 0.5 * share * (squared * share + v))
+            return new if new.valid else self
+        first, second = map(math.exp, steps)
         by_a, by_b = second / first * (a + 1) / a - 1, (second * (a + 1) - first * a) / b
         if by_a <= 0 or by_b <= 0:
             return self
@@ -125,7 +135,7 @@ class SequentialNetwork:
             kept.append((z, spread, squares, *rectified))
             e, e_variance = rectified[0], rectified[1]
         out = max(float(v[0]), 0.0)
-        total = out + noise
+        total = max(out + noise, 1 / _RANGE)
         residual = y - float(m[0])
         g = residual / total
         g_m, g_v = np.array([g]), np.array([0.5 * (g * g - 1 / total)])
@@ -196,7 +206,7 @@ class PriorSites:
         total = v + cavity.variance
         new_v = v - v * v / total
         new_m = m - v * m / total
-        if not (new_v > 1e-100 and math.isfinite(new_m)):
+        if not (new_v * _MOST > 1 and math.isfinite(new_m)):
             return
         self.a[i], self.b[i], self.gamma = new.a - cavity.a, new.b - cavity.b, new
         first[i], second[i] = new_m / new_v, 1 / new_v

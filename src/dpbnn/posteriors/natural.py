@@ -114,23 +114,48 @@ class NaturalPosterior(MeanFieldPosterior):
         if not propagate or not isinstance(self.likelihood, Gaussian):
             return super().predict(x, samples, **options)
         (inputs,) = self._inputs(x)
-        mean, variance = self.moments(inputs)
         assert self.likelihood.noise_std is not None
-        return PropagatedPredictive(mean, variance, self.likelihood.noise_std**2)
+        noise = self.likelihood.noise_std**2
+        mean, variance = self.moments(inputs)
+        if not torch.isfinite(variance + noise).all():
+            mean, variance = mean.double(), variance.double()
+        return PropagatedPredictive(mean, variance, noise)
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and variance of the network's outputs by propagation, [N] or [N, D]."""
+        """Return mean and variance of the network's outputs by propagation, [N] or [N, D].
+
+        They are in the network's precision, or in double precision where they are too large for it.
+        """
+        for dtype in (self.model.get_parameter(next(iter(self.std))).dtype, torch.float64):
+            mean, variance = self._moments(x, dtype)
+            if torch.isfinite(mean).all() and torch.isfinite(variance).all():
+                return mean, variance
+        bad = ~x.flatten(1).isfinite().all(1)
+        if bad.any():
+            raise ValueError(
+                f"{int(bad.sum())} inputs hold NaN or infinity, the first ones "
+                f"{bad.nonzero()[:5, 0].tolist()}; remove or mend them"
+            )
+        raise ValueError(
+            f"the inputs are as large as {float(x.abs().max()):.3g}, beyond what moments can be "
+            f"computed of; standardise them, before fitting and before predicting"
+        )
+
+    def _moments(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         placed = {}
         for name, layer in self._layers.items():
             prefix = f"{name}." if name else ""
             std = self.std[f"{prefix}weight"]
             if layer.bias:
                 std = torch.cat([std, self.std[f"{prefix}bias"].unsqueeze(1)], 1)
-            placed[name] = layer.at(
-                layer.joined() / layer.scale, (std / layer.scale).square().clamp(min=1e-30)
+            placed[name] = dataclasses.replace(
+                layer,
+                mean=layer.joined().to(dtype) / layer.scale,
+                variance=(std.to(dtype) / layer.scale).square().clamp(min=1e-30),
             )
         widest = max(layer.linear.out_features for layer in placed.values())
-        parts = [propagate(placed, part) for part in x.flatten(1).split(max(1, _BLOCK // widest))]
+        blocks = x.flatten(1).to(dtype).split(max(1, _BLOCK // widest))
+        parts = [propagate(placed, part) for part in blocks]
         mean, variance = (torch.cat([part[i] for part in parts]) for i in (0, 1))
         one = mean.shape[1] == 1
         return (mean[:, 0], variance[:, 0]) if one else (mean, variance)

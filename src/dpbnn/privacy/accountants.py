@@ -62,6 +62,10 @@ class Accountant(ABC):
             return math.inf
         return max(0.0, float(self._epsilon(events, delta, relation))) if events else 0.0
 
+    def estimate(self, events: Iterable[Event], delta: float, relation: Relation) -> float | None:
+        """Return a number near epsilon that takes less time, if there is one; it bounds nothing."""
+        return None
+
     def _refusal(self, event: Event) -> str | None:
         return None
 
@@ -91,6 +95,10 @@ class PLD(Accountant):
                 "use accountant='rdp', or sampling='poisson'"
             )
         return None
+
+    def estimate(self, events: Iterable[Event], delta: float, relation: Relation) -> float | None:
+        """Return epsilon on a coarser grid, at most about 0.1 % above the finer one's."""
+        return _pld_epsilon(tuple(events), delta, relation, coarse=True)
 
     def _epsilon(self, events: list[Event], delta: float, relation: Relation) -> float:
         return _pld_epsilon(tuple(events), delta, relation)
@@ -298,6 +306,12 @@ def _widest_loss(rate: float, sigma: float, tail: float) -> float:
     return math.log1p(rate * math.expm1(exponent)) if exponent < 700 else exponent
 
 
+def _coarser(rate: float, sigma: float, step: float) -> float:
+    """Return up to eight times the grid step, below a twelfth of the std of the loss."""
+    spread = rate * math.sqrt(_expm1(1 / sigma**2))
+    return next((k * step for k in (8, 4, 2) if k * step <= spread / 12), step)
+
+
 def _interval(rate: float, sigma: float, tail: float) -> float:
     """Return the grid step of the privacy loss: 1e-4, halved or doubled as the release asks.
 
@@ -316,7 +330,9 @@ def _interval(rate: float, sigma: float, tail: float) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def _pld_epsilon(events: tuple[Event, ...], delta: float, relation: Relation) -> float:
+def _pld_epsilon(
+    events: tuple[Event, ...], delta: float, relation: Relation, coarse: bool = False
+) -> float:
     from dp_accounting.pld import privacy_loss_distribution
 
     amplified, mu = _split(list(events), relation)
@@ -331,6 +347,8 @@ def _pld_epsilon(events: tuple[Event, ...], delta: float, relation: Relation) ->
         (_interval(r, s, tail) for (r, s, _), tail in zip(amplified, tails, strict=True)),
         default=1e-4,
     )
+    if coarse:
+        interval = min((_coarser(r, s, interval) for r, s, _ in amplified), default=interval)
     total = None
     for (rate, sigma, count), tail in zip(amplified, tails, strict=True):
         points = _widest_loss(rate, sigma, tail) / interval
@@ -347,14 +365,50 @@ def _pld_epsilon(events: tuple[Event, ...], delta: float, relation: Relation) ->
 
 @functools.lru_cache(maxsize=256)
 def _poisson_pld(rate: float, sigma: float, interval: float, tail: float) -> Any:
-    from dp_accounting.pld import privacy_loss_distribution
+    """Return what dp-accounting's from_gaussian_mechanism returns, without its loop over cells."""
+    import numpy as np
+    from dp_accounting.pld import pld_pmf, privacy_loss_distribution
+    from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
 
-    return privacy_loss_distribution.from_gaussian_mechanism(
-        sigma,
-        sampling_prob=rate,
-        value_discretization_interval=interval,
-        log_mass_truncation_bound=tail,
+    def side(adjacency: AdjacencyType) -> Any:
+        release = GaussianPrivacyLoss(
+            sigma, log_mass_truncation_bound=tail, sampling_prob=rate, adjacency_type=adjacency
+        )
+        bounds = release.connect_dots_bounds()
+        low = math.floor(bounds.epsilon_lower / interval)
+        high = math.ceil(bounds.epsilon_upper / interval)
+        epsilons = np.arange(low, high + 1) * interval
+        deltas = _hockey_stick(release, epsilons, adjacency is AdjacencyType.REMOVE)
+        return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, low, high, deltas)
+
+    return privacy_loss_distribution.PrivacyLossDistribution(
+        side(AdjacencyType.REMOVE), side(AdjacencyType.ADD)
     )
+
+
+def _hockey_stick(release: Any, epsilons: Any, remove: bool) -> Any:
+    """Return delta at each epsilon of one Poisson-subsampled release, on one side.
+
+    The loss passes epsilon at x, and delta is upper(x) - exp(epsilon) lower(x) with the two
+    distribution functions, where for a record removed, or added (signs below),
+
+        x = -+ 1/2 -+ sigma^2 log(1 + (exp(+- epsilon) - 1)/q);
+
+    with no such x delta is 1 - exp(epsilon), or 0.
+    """
+    import numpy as np
+
+    rate, sign = release.sampling_prob, 1 if remove else -1
+    signed = sign * epsilons
+    inside = np.expm1(np.minimum(signed, 1.0)) / rate
+    reached = inside > -1
+    deltas = np.where(reached | (not remove), 0.0, -np.expm1(np.minimum(epsilons, 0.0)))
+    large = signed - math.log(rate) + np.log1p((rate - 1) * np.exp(-np.maximum(signed, 1.0)))
+    loss = np.where(signed > 1.0, large, np.log1p(np.maximum(inside, -1 + 2.0**-53)))[reached]
+    x = -sign * (0.5 + release.standard_deviation**2 * loss)
+    lower = np.exp(epsilons[reached] + release.mu_lower_log_cdf(x))
+    deltas[reached] = release.mu_upper_cdf(x) - lower
+    return np.clip(deltas, 0.0, 1.0)
 
 
 def _self_compose(pld: Any, count: int, points: float) -> Any:

@@ -154,7 +154,7 @@ class _First:
         self.releases: list[_Release] = []
 
     def weights(self, records: Tensor | None, count: int) -> Tensor | None:
-        return None
+        return None if records is None else torch.ones(count, dtype=torch.float64)
 
     def release(self, gate: Gate, event: Event, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         kept = {name: value.clone() for name, value in sums.items()}
@@ -177,8 +177,10 @@ class _Second:
         self.differences: list[str] = []
 
     def weights(self, records: Tensor | None, count: int) -> Tensor | None:
-        if self._masked is None or records is None:
+        if records is None:
             return None
+        if self._masked is None:
+            return torch.ones(count, dtype=torch.float64)
         if len(records) != count:
             raise ValueError(f"records: has {len(records)} entries for a batch of {count}")
         inside = records == self._masked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -163,6 +163,7 @@ class Gate:
         """
         sigma = self._sigma(noise_multiplier)
         self._check_size(contributions.batch_size)
+        self._groups(contributions.shapes)
         if mean and self.sampler is None:
             raise ValueError(
                 "mean=True: needs a sampler, whose expected batch size divides the sum"
@@ -228,24 +229,33 @@ class Gate:
                 total[name] = torch.zeros(shape, device=contributions.device)
         return total
 
+    def _groups(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return the released names of every group; each belongs to exactly one."""
+        names = list(names)
+        if self.clips.keys() == {""}:
+            return {"": names}
+        groups = {g: [name for name in names if name.startswith(g)] for g in self.clips}
+        taken = [name for own in groups.values() for name in own]
+        for group, own in groups.items():
+            if not own or any(taken.count(name) > 1 for name in own):
+                raise ValueError(
+                    f"clip: the group {group!r} has no parameter of its own among "
+                    f"{names}; every parameter must begin with exactly one group's name"
+                )
+        left = sorted(set(names) - set(taken))
+        if left:
+            raise ValueError(f"clip: {left} belong to no group; add a group for them")
+        return groups
+
     def _weights(self, chunk: Clippable) -> Tensor | dict[str, Tensor]:
         """Return the clip factor of every example, by released name where there are groups."""
         if self.clips.keys() == {""}:
             return _factor(chunk.norms(), self.clip)
         squares = chunk.squared_norms()
         weights: dict[str, Tensor] = {}
-        for group, clip in self.clips.items():
-            own = [name for name in squares if name.startswith(group)]
-            if not own or any(name in weights for name in own):
-                raise ValueError(
-                    f"clip: the group {group!r} has no parameter of its own among "
-                    f"{list(squares)}; every parameter must begin with exactly one group's name"
-                )
+        for group, own in self._groups(squares).items():
             norms = torch.stack([squares[name] for name in own]).sum(0).sqrt()
-            weights.update(dict.fromkeys(own, _factor(norms, clip)))
-        if weights.keys() != squares.keys():
-            left = sorted(squares.keys() - weights.keys())
-            raise ValueError(f"clip: {left} belong to no group; add a group for them")
+            weights.update(dict.fromkeys(own, _factor(norms, self.clips[group])))
         return weights
 
     def _event(self, sigma: float, count: int, start: int) -> Event:
@@ -272,8 +282,7 @@ class Gate:
 
 def _factor(norms: Tensor, clip: float) -> Tensor:
     """Return min(1, C/|c_i|), and 0 where the norm is not finite."""
-    factor = torch.where(norms > clip, clip / norms, torch.ones_like(norms))
-    return torch.where(norms.isfinite(), factor, torch.zeros_like(norms))
+    return (clip / norms).clamp_(max=1.0).nan_to_num_(0.0)
 
 
 def _clipped_norms(chunk: Clippable, w: Tensor | dict[str, Tensor]) -> Tensor:

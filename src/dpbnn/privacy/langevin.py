@@ -19,13 +19,13 @@ import dataclasses
 import math
 from typing import Any
 
+from dpbnn.privacy.checks import check_positive
 from dpbnn.privacy.plan import Plan, plan
 
 __all__ = [
     "DPSGD",
     "DPSGLD",
     "DRIFT",
-    "check_positive",
     "gdp_mu",
     "gdp_noise_multiplier",
     "sgd_equivalent",
@@ -268,10 +268,3 @@ def _convention(convention: str, temperature: float | None) -> tuple[float, floa
         temperature = _TEMPERATURE[convention]
     check_positive(temperature=temperature)
     return DRIFT[convention], temperature
-
-
-def check_positive(**values: float | None) -> None:
-    """Raise for values that are not finite and above zero; None is left out."""
-    for name, value in values.items():
-        if value is not None and not (0 < value < math.inf):
-            raise ValueError(f"{name}={value}: must be a finite number > 0")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dpbnn.privacy import accountants
+from dpbnn.privacy.checks import check_numbers
 from dpbnn.privacy.events import Event, check_relation
 from dpbnn.privacy.plan import round_up
 from dpbnn.privacy.relation import Relation
@@ -71,7 +72,8 @@ class Ledger:
     Args:
         path: the file, created if missing; None keeps the record in memory.
         epsilon: budget; None (for a new ledger) sets no limit.
-        delta: delta of the budget, needed with epsilon.
+        delta: delta of the budget, needed with epsilon; without one, that of the statements of a
+            new ledger.
         relation: neighbouring relation of all entries.
         accountant: as in `plan`; the tightest rigorous one by default.
     """
@@ -85,6 +87,7 @@ class Ledger:
         relation: str | Relation | None = None,
         accountant: str | None = None,
     ) -> None:
+        check_numbers(epsilon=epsilon, delta=delta)
         if epsilon is not None and not (epsilon > 0):
             raise ValueError(f"epsilon={epsilon}: must be > 0")
         if delta is not None and not (0 < delta < 1):
@@ -135,11 +138,11 @@ class Ledger:
         return tuple(event for event, mechanism in self._spends() if mechanism.label == label)
 
     def epsilon(self, delta: float | None = None, accountant: str | None = None) -> float:
-        """Return epsilon of everything spent, at `delta` (by default the budget's)."""
+        """Return epsilon of everything spent, at `delta` (by default the ledger's)."""
         events = self.events
         delta = delta if delta is not None else self._header["delta"]
         if delta is None:
-            raise ValueError("delta: missing; this ledger has no budget, so pass delta")
+            raise ValueError("delta: missing; this ledger was made without one, so pass delta")
         return self._cost(events, delta, accountant)
 
     def statement(self, *, delta: float | None = None, **details: Any) -> PrivacyStatement:
@@ -147,7 +150,7 @@ class Ledger:
         self._refresh()
         delta = delta if delta is not None else self._header["delta"]
         if delta is None:
-            raise ValueError("delta: missing; this ledger has no budget, so pass delta")
+            raise ValueError("delta: missing; this ledger was made without one, so pass delta")
         spends = self._spends()
         return PrivacyStatement.of(
             [event for event, _ in spends],
@@ -274,6 +277,8 @@ class Ledger:
                 return
         for name, value in asked.items():
             if name == "relation" and not given:
+                continue
+            if name == "delta" and asked["epsilon"] is None and self.budget is None:
                 continue
             if value is not None and value != self._header[name]:
                 raise ValueError(

@@ -40,7 +40,9 @@ _DEBUG = b"dpbnn debug"  # how the key of a seeded source begins
 _PAIRS = 1 << 18  # pairs of normals per chunk: few calls, and the scratch stays in cache
 _EDGE = 1 << 10  # radius words below this get 64 more bits
 _SCALE = float(np.nextafter(np.float32(2.0**-32), np.float32(0)))  # keeps u < 1, so radius > 0
-_ZEROS = np.zeros(1 << 16, np.uint8)
+_ZEROS = np.zeros(1 << 18, np.uint8)
+_FEW = 1 << 12  # numbers below which torch's own generator is quicker
+_LOCAL = threading.local()
 
 
 def _load_libcrypto() -> ctypes.CDLL | None:
@@ -121,19 +123,26 @@ def _word_bytes(elements: int, dtype: torch.dtype) -> int:
     return (elements + elements % 2) * dtype.itemsize
 
 
+def _scratch(dtype: torch.dtype) -> tuple[Tensor, _Words]:
+    """Return this thread's memory for one chunk: three numbers and two words per pair."""
+    kept: dict[torch.dtype, tuple[Tensor, _Words]] = _LOCAL.__dict__.setdefault("kept", {})
+    if dtype not in kept:
+        with torch.inference_mode(False):
+            numbers = torch.empty(3, _PAIRS, dtype=dtype, device="cpu")
+        kept[dtype] = numbers, np.empty(2 * _PAIRS * dtype.itemsize, np.uint8)
+    return kept[dtype]
+
+
 def _add_gaussian(
-    flats: list[tuple[Tensor, float]],
-    key: bytes,
-    ahead: _Words | None,
-    scratch: Tensor,
-    buffer: _Words,
+    flats: list[tuple[Tensor, float | None]], key: bytes, ahead: _Words | None = None
 ) -> None:
     """Add independent N(0, std^2) to every flat CPU tensor of one dtype, chunk by chunk.
 
-    The tensors are read as one long vector; element i's noise depends on the key, the length of
-    the vector and i only.
+    Where std is None, N(0, 1) takes the place of what was there. The tensors are read as one long
+    vector; element i's noise depends on the key, the length of the vector and i only.
     """
-    dtype = scratch.dtype
+    dtype = flats[0][0].dtype
+    scratch, buffer = _scratch(dtype)
     signed = _SIGNED[dtype]
     starts = [0]
     for flat, _ in flats:
@@ -165,8 +174,29 @@ def _add_gaussian(
                     break
                 a, b = max(low, start), min(high, start + flat.numel())
                 if a < b:
-                    part = slice(a - low, b - low)
-                    flat[a - start : b - start].addcmul_(radius[part], wave[part], value=std)
+                    here, part = flat[a - start : b - start], slice(a - low, b - low)
+                    if std is None:
+                        torch.mul(radius[part], wave[part], out=here)
+                    else:
+                        here.addcmul_(radius[part], wave[part], value=std)
+
+
+def fill_normal(tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Fill a tensor with N(0, 1) for a model's own draws, by several threads on the CPU.
+
+    Not for releases: the key of the stream comes from the generator, so a seed repeats it.
+
+    Args:
+        tensor: contiguous where it is to be quick.
+        generator: draws the key; None is torch's global one.
+    """
+    quick = tensor.device.type == "cpu" and tensor.dtype in _SIGNED and tensor.is_contiguous()
+    if not quick or tensor.numel() < _FEW:
+        return tensor.normal_(generator=generator)
+    key = torch.empty(16, dtype=torch.uint8).random_(generator=generator).numpy().tobytes()
+    with torch.no_grad():
+        _add_gaussian([(tensor.view(-1), None)], key)
+    return tensor
 
 
 def _cpu_bytes(tensors: Iterable[Tensor]) -> dict[torch.dtype, int]:
@@ -244,11 +274,11 @@ class NoiseSource:
         self._step = step
         self._draws = 0
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._scratch: dict[torch.dtype, tuple[Tensor, _Words]] = {}
         self._forget_threads()
 
     def _forget_threads(self) -> None:
         self._process = os.getpid()
+        self._cores = _cores()
         self._lock = threading.Lock()
         self._worker: ThreadPoolExecutor | None = None
         self._buffers: dict[torch.dtype, _Words] = {}
@@ -305,11 +335,11 @@ class NoiseSource:
         _check(tensors)
         self._rekey_after_fork()
         if ahead is None:
-            ahead = _cores() > torch.get_num_threads()
-        sizes = _cpu_bytes(tensors.values())
+            ahead = self._cores > torch.get_num_threads()
         with self._lock:
             self._ahead = None
-            if not ahead or not sizes:
+            sizes = _cpu_bytes(tensors.values()) if ahead else {}
+            if not sizes:
                 return
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(1, thread_name_prefix="dpbnn-noise")
@@ -361,15 +391,10 @@ class NoiseSource:
         stds: Mapping[str, float],
         drawn: _Words | None,
     ) -> None:
-        if dtype not in self._scratch:
-            words = np.empty(2 * _PAIRS * dtype.itemsize, np.uint8)
-            with torch.inference_mode(False):
-                scratch = torch.empty(3, _PAIRS, dtype=dtype, device="cpu")
-            self._scratch[dtype] = scratch, words
         own = {k: t for k, t in tensors.items() if t.device.type == "cpu" and t.dtype == dtype}
         flats = {name: tensor.reshape(-1) for name, tensor in own.items()}
-        pairs = [(flat, stds[name]) for name, flat in flats.items()]
-        _add_gaussian(pairs, self._stream_key(str(dtype)), drawn, *self._scratch[dtype])
+        pairs: list[tuple[Tensor, float | None]] = [(f, stds[name]) for name, f in flats.items()]
+        _add_gaussian(pairs, self._stream_key(str(dtype)), drawn)
         for name, tensor in own.items():
             if not tensor.is_contiguous():
                 tensor.copy_(flats[name].view_as(tensor))

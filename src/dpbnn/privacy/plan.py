@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dpbnn.privacy import accountants
+from dpbnn.privacy.checks import check_numbers
 from dpbnn.privacy.events import Event, check_relation
 from dpbnn.privacy.relation import Relation
 from dpbnn.privacy.sampling import Sampler, sampler
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["ComposedPlan", "Plan", "compose", "open_plan", "plan", "round_up"]
 
 _MOST_STEPS = 10**8
+_LARGEST_DELTA = 0.1  # beyond it a guarantee says nothing
 _CLOSE = 0.998  # a solved epsilon lies in [_CLOSE * target, target]
 
 
@@ -297,7 +299,7 @@ def plan(
         (3516, 1.19, True)
     """
     _check("epsilon", epsilon, 0, math.inf, "a budget, such as 1.0")
-    _check("delta", delta, 0, 1, "a small probability, such as 1e-5, well below 1/n")
+    _check("delta", delta, 0, _LARGEST_DELTA, "a small probability, such as 1e-5, well below 1/n")
     _check("epochs", epochs, 0, math.inf, "a number of passes over the data")
     draw = sampler(sampling, n, batch_size)
     relation = Relation.parse(relation)
@@ -350,8 +352,14 @@ def plan(
         def rough(scale: float) -> float:
             return quick.epsilon(_events(draw, _scaled(form, scale)) + others, delta, relation)
 
+        def near(scale: float) -> float | None:
+            events = _events(draw, _scaled(form, scale)) + others
+            return chosen.estimate(events, delta, relation)
+
         model = rough if fits and chosen != quick else None
-        sigmas = _scaled(form, _solve_scale(lambda s: cost(_scaled(form, s)), epsilon, model))
+        start = None if model is None else _start(near, model, epsilon * (1 + _CLOSE) / 2)
+        solved = _solve_scale(lambda s: cost(_scaled(form, s)), epsilon, model, start=start)
+        sigmas = _scaled(form, solved)
     elif length is None:
         assert epsilon is not None
         sigma = sigmas[0][0]
@@ -413,7 +421,7 @@ def compose(
         if len(values) > 1:
             cure = "; pass delta= for the joint guarantee" if name == "delta" else ""
             raise ValueError(f"{name}: the plans disagree ({' and '.join(values)}){cure}")
-    _check("delta", delta, 0, 1, "a small probability, such as 1e-5, well below 1/n")
+    _check("delta", delta, 0, _LARGEST_DELTA, "a small probability, such as 1e-5, well below 1/n")
     relation = parts[0].relation
     joint = ComposedPlan(parts, delta or parts[0].delta, math.nan, relation, "")
     chosen = accountants.accountant(accountant or accountants.default_accountant(joint.events))
@@ -467,11 +475,13 @@ def _scaled(runs: _Runs, scale: float) -> _Runs:
 
 
 def _check(name: str, value: float | None, low: float, high: float, meaning: str) -> None:
+    check_numbers(**{name: value})
     if value is not None and not (low < value < high):
         raise ValueError(f"{name}={value}: must lie in ({low:g}, {high:g}); give {meaning}")
 
 
 def _length(draw: Sampler, epochs: float | None, steps: int | None) -> int | None:
+    check_numbers(steps=steps)
     if steps is not None and not (1 <= steps <= _MOST_STEPS and steps == math.floor(steps)):
         raise ValueError(f"steps={steps}: must be a whole number from 1 to {_MOST_STEPS}")
     if epochs is None:
@@ -489,6 +499,8 @@ def _sigmas(name: str, value: float | Sequence[float] | None, length: int | None
     """Return sigma, one or one per step, as runs of (value, number of steps)."""
     if value is None:
         return None
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        check_numbers(**{name: value})
     values = [float(v) for v in value] if isinstance(value, Iterable) else [float(value)]
     for sigma in values:
         _check(name, sigma, 0, math.inf, "the ratio of noise std to clip, such as 1.0")
@@ -503,20 +515,24 @@ def _sigmas(name: str, value: float | Sequence[float] | None, length: int | None
 
 
 def _solve_scale(
-    cost: Callable[[float], float], target: float, model: Callable[[float], float] | None = None
+    cost: Callable[[float], float],
+    target: float,
+    model: Callable[[float], float] | None = None,
+    close: float = _CLOSE,
+    start: float | None = None,
 ) -> float:
-    """Return a scale of the noise whose epsilon lies within [_CLOSE * target, target].
+    """Return a scale of the noise whose epsilon lies within [close * target, target].
 
     Epsilon falls in the scale. A cheap model of the cost says where to look, as if the two had a
     fixed ratio; it decides nothing. Without one the secant in logarithms does, in a bracket.
     """
     low, high = 0.0, math.inf
-    middle = target * (1 + _CLOSE) / 2
-    scale = 1.0 if model is None else _modelled(model, middle, 1.0)
+    middle = target * (1 + close) / 2
+    scale = start or (1.0 if model is None else _modelled(model, middle, 1.0))
     known: list[tuple[float, float]] = []
     for _ in range(200):
         value = cost(scale)
-        if _CLOSE * target <= value <= target:
+        if close * target <= value <= target:
             return scale
         if value > target:
             low = scale
@@ -542,9 +558,24 @@ def _solve_scale(
     raise ValueError(f"epsilon={target}: no noise multiplier up to 1e9 reaches it; raise epsilon")
 
 
+def _start(
+    near: Callable[[float], float | None], model: Callable[[float], float], target: float
+) -> float | None:
+    """Return where to look first: between two estimates that a cheap model has placed."""
+    scale = _modelled(model, target, 1.0)
+    value = near(scale)
+    if value is None or not 0 < value < math.inf:
+        return None
+    known = [(scale, value)]
+    scale = _modelled(model, target * model(scale) / value, scale)
+    known.append((scale, near(scale) or math.nan))
+    guess = _secant(known, target)
+    return guess if scale / 1.1 < guess < scale * 1.1 else scale
+
+
 def _modelled(model: Callable[[float], float], target: float, otherwise: float) -> float:
     try:
-        return _solve_scale(model, target)
+        return _solve_scale(model, target, close=1 - 1e-7)
     except (ValueError, OverflowError):
         return otherwise
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
+from dpbnn.privacy.checks import check_numbers
 from dpbnn.privacy.events import Event
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Sampler(ABC):
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
+        check_numbers(n=self.n, batch_size=self.batch_size)
         if not (1 <= self.n < math.inf and self.n == math.floor(self.n)):
             raise ValueError(f"n={self.n}: must be a whole number >= 1, the number of records")
         if not (0 < self.batch_size <= self.n):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dpbnn.methods.base import Method, Problem, Process
 from dpbnn.posteriors import MeanFieldPosterior, Posterior
-from dpbnn.privacy.langevin import check_positive
+from dpbnn.privacy.checks import check_positive
 from dpbnn.privacy.plan import Plan
 
 

@@ -1,0 +1,212 @@
+"""Text into columns: separators, headers, quotes, line ends."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from dpbnn.data import cells
+from dpbnn.data.cells import Block
+from dpbnn.data.table import Table, TableError, unique
+
+__all__ = ["SEPARATORS", "parse"]
+
+SEPARATORS = (",", ";", "\t")
+_SAMPLE = 50  # lines from which the separator is found
+_BLOCK = 1 << 22  # characters that are cut at once
+_SPACES = " \t\v\f\x1c\x1d\x1e\x1f"
+
+
+def parse(
+    path: Path,
+    file: IO[str],
+    *,
+    header: bool,
+    names: Sequence[str] | None,
+    separator: str | None,
+    decimal: str,
+    missing: frozenset[str],
+    comment: str | None,
+) -> Table:
+    """Return the table in a text file; the arguments are those of `dpbnn.data.read_table`.
+
+    Lines are cut in large blocks. From the first block on that holds a quote, an empty line or a
+    line of another length between others, they go through the csv module one by one.
+    """
+    lines = _clean(path, file, comment)
+    sample = list(itertools.islice(lines, _SAMPLE))
+    separator = separator or _sniff(sample)
+    text = "".join(sample)
+    plain = separator != " " and comment is None and '"' not in text and bool(text.strip())
+    rows = _rows(path, sample if plain else itertools.chain(sample, lines), separator)
+    begin, top = next(rows, (0, []))
+    if not top:
+        raise TableError(f"{path}: is empty; give a table with a header and rows")
+    own = _names(path, top, header, names)
+    columns: list[list[str]] = [[] for _ in own]
+    numbers: list[Iterable[int]] = []
+
+    def add(rows: Iterable[tuple[int, list[str]]]) -> None:
+        found = [*_of_width(path, rows, len(own))]
+        numbers.append([line for line, _ in found])
+        for column, values in zip(
+            columns, zip(*(row for _, row in found), strict=True), strict=False
+        ):
+            column.extend(map(str.strip, values))
+
+    add(rows if header else itertools.chain([(begin, top)], rows))
+    blocks: list[Block] = []
+    if plain:
+        before = len(sample)
+        while block := file.read(_BLOCK) + file.readline():
+            cut = _cut(block, separator, len(own))
+            if cut is None:
+                _extend(columns, blocks)
+                rest = _clean(path, itertools.chain(io.StringIO(block, newline=""), file), None)
+                add(_rows(path, rest, separator, before))
+                break
+            blocks.append(cut)
+            numbers.append(range(before + 1, before + len(cut.starts) + 1))
+            before += block.count("\n")
+    if not (columns[0] or blocks):
+        raise TableError(f"{path}: has a header and no rows; give at least one row")
+    if decimal == ",":
+        _extend(columns, blocks)
+        columns = [[*map(_point, column)] for column in columns]
+    texts = cells.columns([Block.of(columns), *blocks]) if blocks else columns
+    where = np.fromiter(itertools.chain.from_iterable(numbers), np.int64)
+    held = dict(zip(own, texts, strict=True))
+    return Table(held, source=str(path), lines=where, missing=missing)
+
+
+def _names(path: Path, top: list[str], header: bool, names: Sequence[str] | None) -> list[str]:
+    """Return the names of the columns, given, read or made up."""
+    if header and names is None and _looks_like_data(top):
+        raise TableError(
+            f"{path}: the first line holds only numbers, so it is no header; pass "
+            f"header=False, or name the columns (names=[...], --names)"
+        )
+    if names is not None and len(names) != len(top):
+        raise TableError(
+            f"{path}: has {len(top)} columns and {len(names)} names were given; give one per column"
+        )
+    own = [name.strip() for name in top] if header else [f"x{i}" for i in range(len(top))]
+    own = own if names is None else list(names)
+    unique(own, str(path))
+    return own
+
+
+def _clean(path: Path, lines: Iterable[str], comment: str | None) -> Iterator[str]:
+    """Yield the lines of a text file, comments as empty ones."""
+    for line in lines:
+        if "\0" in line:
+            raise TableError(f"{path}: holds NUL bytes, so it is no text; give a CSV file")
+        yield "\n" if comment and line.startswith(comment) else line
+
+
+def _rows(
+    path: Path, lines: Iterable[str], separator: str, before: int = 0
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield (line number, values) for every line that is not empty."""
+    if separator == " ":
+        for number, line in enumerate(lines, before + 1):
+            if row := line.split():
+                yield number, row
+        return
+    reader = csv.reader(lines, delimiter=separator, skipinitialspace=True, strict=True)
+    try:
+        for row in reader:
+            if len(row) > 1 or (row and row[0].strip()):
+                yield before + reader.line_num, row
+    except csv.Error as error:
+        raise TableError(
+            f"{path}, line {before + reader.line_num}: {error}; correct the quotes in that line"
+        ) from None
+
+
+def _of_width(
+    path: Path, rows: Iterable[tuple[int, list[str]]], width: int
+) -> Iterator[tuple[int, list[str]]]:
+    for line, row in rows:
+        if len(row) != width:
+            raise TableError(
+                f"{path}, line {line}: has {len(row)} values where {width} columns are; "
+                f"correct the line (text with a separator in it needs quotes)"
+            )
+        yield line, row
+
+
+def _cut(block: str, separator: str, width: int) -> Block | None:
+    """Return the cells of whole lines, or None where they need a closer look."""
+    if width == 1 or '"' in block or "\0" in block:
+        return None
+    text = block.rstrip("\r\n")
+    data = text.encode()
+    code = np.frombuffer(data, dtype=np.uint8)
+    stops = code == ord(separator)
+    stops |= code == ord("\n")
+    stop = np.flatnonzero(stops)
+    if (len(stop) + 1) % width:
+        return None
+    ends = np.append(stop, len(code)).reshape(-1, width)
+    starts = np.append(0, stop + 1).reshape(-1, width)
+    if (code[ends[:, :-1]] != ord(separator)).any() or (code[ends[:-1, -1]] != ord("\n")).any():
+        return None
+    if "\r" in block:
+        before = code[ends[:-1, -1] - 1] == ord("\r")
+        ends[:-1, -1] -= before
+        left = block[len(text) :].replace("\r\n", "")
+        if np.count_nonzero(code == ord("\r")) > np.count_nonzero(before) or "\r" in left:
+            return None
+    spaced = not block.isascii() or any(c in block for c in _SPACES if c != separator)
+    return Block(data, starts, ends, spaced)
+
+
+def _extend(columns: list[list[str]], blocks: list[Block]) -> None:
+    """Move the texts of blocks to the end of lists."""
+    for block in blocks:
+        for column, texts in zip(columns, block.lists(), strict=True):
+            column.extend(texts)
+    blocks.clear()
+
+
+def _sniff(sample: list[str]) -> str:
+    """Return the separator that cuts the first lines into equally many values, the most of them."""
+    best, width = "", 1
+    for separator in (*SEPARATORS, " "):
+        try:
+            rows = [row for _, row in _rows(Path(), sample, separator)]
+        except TableError:
+            continue
+        widths = {len(row) for row in rows}
+        if len(widths) == 1 and (most := widths.pop()) > width and (separator != " " or not best):
+            best, width = separator, most
+    if best:
+        return best
+    top = next((line for line in sample if line.strip()), "")
+    return max(SEPARATORS, key=top.count)
+
+
+def _looks_like_data(row: list[str]) -> bool:
+    """Return whether all names are numbers, other than 0, 1, 2, ..."""
+    try:
+        values = [float(name) for name in row]
+    except ValueError:
+        return False
+    return values != list(range(len(row)))
+
+
+def _point(value: str) -> str:
+    """Return a number with a decimal comma with a point instead."""
+    pointed = value.replace(",", ".")
+    try:
+        float(pointed)
+    except ValueError:
+        return value
+    return pointed

@@ -1,0 +1,34 @@
+"""Checks of settings that every room makes in the same words."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+__all__ = ["check_count", "check_numbers", "check_positive"]
+
+
+def check_numbers(**values: Any) -> None:
+    """Raise for values that are no numbers, such as text; None is left out."""
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+            raise ValueError(
+                f"{name}={value!r}: is of type {type(value).__name__}; give one number"
+            )
+
+
+def check_positive(**values: Any) -> None:
+    """Raise for values that are not finite and above zero; None is left out."""
+    check_numbers(**values)
+    for name, value in values.items():
+        if value is not None and not (0 < value < math.inf):
+            raise ValueError(f"{name}={value}: must be a finite number > 0")
+
+
+def check_count(least: int = 1, **values: Any) -> None:
+    """Raise for values that are no whole numbers of at least `least`; None is left out."""
+    check_numbers(**values)
+    for name, value in values.items():
+        if value is not None and not (least <= value < math.inf and value == math.floor(value)):
+            raise ValueError(f"{name}={value}: must be a whole number >= {least}")

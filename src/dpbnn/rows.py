@@ -1,0 +1,288 @@
+"""The rows of the data: which of them can be used, before anything is spent."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpbnn import likelihoods
+from dpbnn.likelihoods import Likelihood
+
+__all__ = ["Rows", "checked_rows"]
+
+_CHUNK = 512  # rows that the network sees at once
+_SHOWN = 5  # bad rows that a message names
+_COLUMNS = {likelihoods.Gaussian: 1, likelihoods.HeteroscedasticGaussian: 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Inputs and targets on their device.
+
+    Attributes:
+        x: inputs, one row per record.
+        y: targets, likewise.
+        kept: false for rows that contribute nothing, under on_bad_rows="zero"; None where every
+            row counts. Their inputs and targets are public stand-ins.
+    """
+
+    x: Tensor
+    y: Tensor
+    kept: Tensor | None = None
+
+
+def checked_rows(
+    data: Any,
+    network: nn.Module,
+    likelihood: Likelihood,
+    n: int,
+    device: torch.device,
+    on_bad_rows: str,
+) -> Rows:
+    """Return inputs and targets on the device, or raise before anything is spent.
+
+    A row is bad where it is not finite, where its label is none of the classes, and where the
+    network or the likelihood raises on it, as an Embedding does on an index that it does not hold.
+    The last is found out by one pass over the data, which networks of the usual layers alone do
+    not need.
+
+    Args:
+        data: (inputs, targets).
+        network: on its device.
+        likelihood: of the targets.
+        n: number of records of the plan.
+        device: where the rows go.
+        on_bad_rows: "error"; or "zero", under which nothing is raised for what a row holds (but
+            for a kernel of the user's own that stops a GPU: that ends the run, unspent).
+    """
+    if on_bad_rows not in ("error", "zero"):
+        raise ValueError(f"on_bad_rows={on_bad_rows!r}: must be 'error' or 'zero'")
+    x, y = _tensors(data, n)
+    if x.is_floating_point():
+        x = x.to(next(network.parameters()).dtype)
+    outputs = _outputs(network, x, device)
+    bad = _not_finite(x).to(y.device)
+    expected = "inputs and targets must be finite"
+    if isinstance(likelihood, likelihoods.Categorical):
+        classes = outputs.shape[-1]
+        wrong = ~((y >= 0) & (y < classes))
+        if y.is_floating_point():
+            wrong = wrong | (y != y.round())
+        bad = bad | wrong.reshape(n, -1).any(1)
+        y = torch.where(wrong, torch.zeros_like(y), y).long()
+        if wrong.any():
+            expected = (
+                f"labels must be whole numbers from 0 to {classes - 1}, the network's outputs"
+            )
+    else:
+        if y.is_floating_point() or _ours(likelihood):
+            y = y.to(outputs.dtype)
+        bad = bad | _not_finite(y)
+        width = outputs.shape[-1] // _COLUMNS.get(type(likelihood), 1)
+        if type(likelihood) in _COLUMNS and y[0].numel() != width:
+            raise ValueError(
+                f"the targets have {y[0].numel()} columns and the network predicts {width}; change "
+                f"its last layer"
+            )
+    bad = bad.to(x.device)
+    stand_in = _stand_in(network, likelihood, x, y, device)
+    if on_bad_rows == "error":
+        _refuse(bad, expected)
+        if not _usual(network, likelihood):
+            failing, reason = _failing(network, likelihood, x, y, device, _SHOWN)
+            cannot = f"the network or the likelihood cannot take them ({reason})"
+            _refuse(failing, cannot, _SHOWN)
+        return Rows(x.to(device), y.to(device))
+    x, y = _filled(x, bad, 0), _filled(y, bad, stand_in)
+    if not _usual(network, likelihood):
+        failing, _ = _failing(network, likelihood, x, y, device, n)
+        x, y, bad = _filled(x, failing, 0), _filled(y, failing, stand_in), bad | failing
+    return Rows(x.to(device), y.to(device), ~bad.to(device))
+
+
+def _tensors(data: Any, n: int) -> tuple[Tensor, Tensor]:
+    if not isinstance(data, tuple | list) or len(data) != 2:
+        raise ValueError(
+            f"data: is {type(data).__name__}; give a pair (inputs, targets) of tensors or arrays"
+        )
+    parts = []
+    for name, part in zip(("inputs", "targets"), data, strict=True):
+        try:
+            tensor = torch.as_tensor(part).detach()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"data: the {name} are no numbers ({_line(error)}); give a tensor or an array"
+            ) from None
+        parts.append(tensor.reshape(1) if tensor.dim() == 0 else tensor)
+    x, y = parts
+    if len(x) != n or len(y) != n:
+        raise ValueError(
+            f"the plan is for n={n} records and the data has {len(x)} inputs and {len(y)} targets; "
+            f"plan with n={len(x)}"
+        )
+    return x, y
+
+
+def _outputs(network: nn.Module, x: Tensor, device: torch.device) -> Tensor:
+    """Return the network's output for two public examples of the inputs' shape."""
+    example = torch.zeros(2, *x.shape[1:], dtype=x.dtype, device=device)
+    try:
+        with _quietly(network):
+            outputs = network(example)
+    except (RuntimeError, IndexError, TypeError) as error:
+        raise ValueError(
+            f"the network cannot take inputs of shape {tuple(x.shape[1:])} and type {x.dtype} "
+            f"({_line(error)}); reshape or convert them"
+        ) from None
+    if not isinstance(outputs, Tensor) or outputs.dim() < 2 or len(outputs) != 2:
+        found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise ValueError(
+            f"the network returned {found} for 2 examples of shape {tuple(x.shape[1:])}; it must "
+            f"return a tensor with one row per example"
+        )
+    return outputs
+
+
+def _not_finite(values: Tensor) -> Tensor:
+    """Return which rows hold NaN or infinity; a finite sum says quickly that none does."""
+    if not values.is_floating_point() or values.sum().isfinite():
+        return torch.zeros(len(values), dtype=torch.bool, device=values.device)
+    return ~values.reshape(len(values), -1).isfinite().all(1)
+
+
+def _refuse(bad: Tensor, expected: str, most: int | None = None) -> None:
+    count = int(bad.sum())
+    if count:
+        rows = bad.nonzero()[:_SHOWN, 0].tolist()
+        or_more = " or more" if count == most else ""
+        raise ValueError(
+            f"{count}{or_more} rows cannot be used, the first ones {rows}: {expected}; remove or "
+            f"mend them, or pass on_bad_rows='zero' to let them contribute nothing"
+        )
+
+
+def _filled(values: Tensor, bad: Tensor, stand_in: float) -> Tensor:
+    return values.masked_fill(bad.view(-1, *[1] * (values.dim() - 1)).to(values.device), stand_in)
+
+
+def _ours(likelihood: Likelihood) -> bool:
+    return type(likelihood).__module__ == likelihoods.__name__
+
+
+def _usual(network: nn.Module, likelihood: Likelihood) -> bool:
+    """Say whether no value of a finite row can make a network or likelihood raise."""
+    return _ours(likelihood) and all(
+        type(module).__module__.startswith(("torch.nn.modules.", "dpbnn."))
+        and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for module in network.modules()
+    )
+
+
+def _stand_in(
+    network: nn.Module, likelihood: Likelihood, x: Tensor, y: Tensor, device: torch.device
+) -> float:
+    """Return a public target that the likelihood takes, for rows that contribute nothing."""
+    if _ours(likelihood):
+        return 0
+    example = torch.zeros(2, *x.shape[1:], dtype=x.dtype, device=device)
+    target = torch.zeros(2, *y.shape[1:], dtype=y.dtype, device=device)
+    reason = ""
+    for value in (0, 1, 0.5):
+        try:
+            with _quietly(network):
+                likelihood.log_prob(network(example), target.fill_(value))
+        except Exception as error:
+            reason = reason or _line(error)
+        else:
+            return value
+    raise ValueError(
+        f"{type(likelihood).__name__} cannot take targets of shape {tuple(y.shape[1:])} and type "
+        f"{y.dtype}, neither 0 nor 1 nor 0.5 ({reason}); change the targets or the likelihood"
+    )
+
+
+def _failing(
+    network: nn.Module,
+    likelihood: Likelihood,
+    x: Tensor,
+    y: Tensor,
+    device: torch.device,
+    most: int,
+) -> tuple[Tensor, str]:
+    """Return which rows the network or the likelihood raises on, `most` at most, and why."""
+    bad: list[int] = []
+    reasons: list[str] = []
+
+    def search(start: int, stop: int) -> None:
+        if len(bad) >= most:
+            return
+        try:
+            outputs = network(x[start:stop].to(device))
+            likelihood.log_prob(outputs, y[start:stop].to(device))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except Exception as error:
+            reasons.append(_line(error))
+            if "CUDA" in reasons[-1]:
+                raise ValueError(
+                    f"the network or the likelihood fails on rows {start} to {stop - 1} "
+                    f"({reasons[-1]}); start again and fit with device='cpu' to find which"
+                ) from None
+            if stop - start == 1:
+                bad.append(start)
+            else:
+                middle = (start + stop) // 2
+                search(start, middle)
+                search(middle, stop)
+
+    with _quietly(network), _strict_embeddings(network):
+        for start in range(0, len(x), _CHUNK):
+            search(start, min(start + _CHUNK, len(x)))
+    failing = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+    failing[bad] = True
+    return failing, next(iter(reasons), "")
+
+
+@contextlib.contextmanager
+def _strict_embeddings(network: nn.Module) -> Iterator[None]:
+    """Let Embeddings say which indices they take; on a GPU they would end the process."""
+
+    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        indices = args[0] if args else kwargs["input"]
+        if ((indices < 0) | (indices >= module.num_embeddings)).any():
+            raise IndexError(f"an Embedding takes indices from 0 to {module.num_embeddings - 1}")
+
+    handles = [
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+        for module in network.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _quietly(network: nn.Module) -> Iterator[None]:
+    """Let a network be evaluated without a trace in its state or in the random numbers."""
+    modes = {module: module.training for module in network.modules()}
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    network.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _line(error: Exception) -> str:
+    """Return the first line of an error's text."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
