@@ -2,11 +2,11 @@
 
     python -m benchmarks.clipping [--device cuda] [--rounds 30] [--models mlp,cnn] [--json FILE]
 
-A step is everything up to a gradient that an optimizer could use: forward, backward, clipping, sum,
-noise. Times are ratios to the plain non-private step of the same model; every round runs every
-contender once, in changing order, and the median over rounds of the ratio within a round is
-reported. Memory is the peak of one step above what stays allocated between steps (model, data,
-gradients), in a process of its own.
+A step is a whole training step: forward, backward, clipping, sum, noise, and the update of the
+parameters by SGD. Times are ratios to the plain non-private step of the same model; every round
+runs every contender once, in changing order, and the median over rounds of the ratio within a
+round is reported. Memory is the peak of one step above what stays allocated between steps (model,
+data, gradients), in a process of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 import dpbnn
 
 CLIP, SIGMA = 1.0, 1.0
+RATE = 1e-6
 Step = Callable[[], object]
 
 
@@ -76,10 +77,16 @@ MODELS: dict[str, tuple[str, Callable[[], nn.Module], Callable[[], tuple[Tensor,
 def plain(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step:
     parameters = list(model.parameters())
 
-    def step() -> object:
-        return torch.autograd.grad(F.cross_entropy(model(x), y), parameters)
+    def step() -> None:
+        loss = F.cross_entropy(model(x), y)
+        descend(parameters, torch.autograd.grad(loss, parameters))
 
     return step
+
+
+@torch.no_grad()
+def descend(parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
+    torch._foreach_add_(list(parameters), list(gradients), alpha=-RATE)
 
 
 def ours(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step:
@@ -87,11 +94,28 @@ def ours(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step
     attached = dpbnn.attach(model, "categorical", space=space)
     gate = dpbnn.Gate(clip=CLIP, noise_multiplier=SIGMA if noise else 0.0)
     gate.reserve(10**5)
+    parameters = dict(model.named_parameters())
 
-    def step() -> object:
-        return gate(attached(x, y))
+    def step() -> None:
+        contributions = attached(x, y)
+        release = gate(contributions)
+        if name == "gaussian-weights":
+            release = in_parameters(model, release, contributions.draws[0])
+        descend([parameters[n] for n in release], release.values())
 
     return step
+
+
+def in_parameters(
+    model: nn.Module, release: dict[str, Tensor], draw: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the gradients of mu and rho that a release of weight gradients implies."""
+    found = {}
+    for path, gradient in release.items():
+        layer, which = path.rsplit(".", 1)
+        scale = model.get_submodule(layer).rho_scale({which: draw[path]})[which]
+        found |= {f"{path}_mu": gradient, f"{path}_rho": scale.mul_(gradient)}
+    return found
 
 
 def vmap(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step:
@@ -103,7 +127,7 @@ def vmap(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step
 
     gradients = torch.func.vmap(torch.func.grad(loss), (None, 0, 0), randomness="same")
 
-    def step() -> dict[str, Tensor]:
+    def step() -> None:
         g = gradients(parameters, x, y)
         norms = torch.stack([v.flatten(1).norm(dim=1) for v in g.values()]).norm(dim=0)
         w = (CLIP / norms).clamp(max=1.0)
@@ -111,7 +135,7 @@ def vmap(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step
         if noise:
             for v in sums.values():
                 v += SIGMA * CLIP * torch.randn_like(v)
-        return sums
+        descend(parameters.values(), sums.values())
 
     return step
 
@@ -121,7 +145,7 @@ def opacus_hooks(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool)
     from opacus.optimizers import DPOptimizer
 
     wrapped = GradSampleModule(model)
-    sgd = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    sgd = torch.optim.SGD(wrapped.parameters(), lr=RATE)
     sigma = SIGMA if noise else 0.0
     optimizer = DPOptimizer(
         sgd, noise_multiplier=sigma, max_grad_norm=CLIP, expected_batch_size=len(x)
@@ -130,7 +154,7 @@ def opacus_hooks(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool)
     def step() -> None:
         optimizer.zero_grad()
         F.cross_entropy(wrapped(x), y).backward()
-        optimizer.pre_step()
+        optimizer.step()
 
     return step
 
@@ -143,7 +167,7 @@ def opacus_ghost(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool)
     wrapped = GradSampleModuleFastGradientClipping(
         model, max_grad_norm=CLIP, use_ghost_clipping=True
     )
-    sgd = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    sgd = torch.optim.SGD(wrapped.parameters(), lr=RATE)
     sigma = SIGMA if noise else 0.0
     optimizer = DPOptimizerFastGradientClipping(
         sgd, noise_multiplier=sigma, max_grad_norm=CLIP, expected_batch_size=len(x)
@@ -153,7 +177,7 @@ def opacus_ghost(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool)
     def step() -> None:
         optimizer.zero_grad()
         criterion(wrapped(x), y).backward()
-        optimizer.pre_step()
+        optimizer.step()
 
     return step
 
@@ -198,7 +222,7 @@ def times(name: str, rounds: int, device: str) -> tuple[float, dict[str, dict[st
             steps[contender, noise] = step
     for step in steps.values():
         step()
-    seconds: dict[tuple[str, bool], list[float]] = {key: [] for key in steps}
+    seconds: dict[tuple[str, bool], dict[int, float]] = {key: {} for key in steps}
     slow: set[tuple[str, bool]] = set()
     chance = random.Random(0)
     for index in range(rounds):
@@ -207,16 +231,16 @@ def times(name: str, rounds: int, device: str) -> tuple[float, dict[str, dict[st
         for key in order:
             if key in slow and index % 10:
                 continue
-            seconds[key].append(timed(steps[key], device))
+            seconds[key][index] = timed(steps[key], device)
         if index == 0:
-            base = seconds["plain", False][0]
-            slow = {key for key, values in seconds.items() if values[0] > 10 * base}
-    base = statistics.median(seconds["plain", False])
+            slow = {key for key in steps if seconds[key][0] > 10 * seconds["plain", False][0]}
+    plain = seconds["plain", False]
     ratios: dict[str, dict[str, float]] = {}
     for (contender, noise), values in seconds.items():
         label = "with noise" if noise else "clip only"
-        ratios.setdefault(contender, {})[label] = statistics.median(values) / base
-    return base, ratios
+        ratio = statistics.median(value / plain[index] for index, value in values.items())
+        ratios.setdefault(contender, {})[label] = ratio
+    return statistics.median(plain.values()), ratios
 
 
 def _peak(name: str, contender: str, device: str, results: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import importlib.metadata
 import json
 import math
 import os
@@ -15,6 +16,9 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import numpy
+import torch
 
 import dpbnn
 from dpbnn.data.schema import Schema
@@ -130,7 +134,9 @@ class Workspace:
             "privacy": estimator.privacy_.to_dict(),
             "versions": {
                 "dpbnn": dpbnn.__version__,
-                **{name: _version(name) for name in ("torch", "numpy", "dp-accounting")},
+                "torch": torch.__version__,
+                "numpy": numpy.__version__,
+                "dp-accounting": importlib.metadata.version("dp-accounting"),
                 "python": platform.python_version(),
             },
             "hashes": {
@@ -199,9 +205,3 @@ def _check_place(out: Path, overwrite: bool) -> None:
 
 def _spent(path: Path) -> bool:
     return path.is_file() and Ledger(path).releases > 0
-
-
-def _version(name: str) -> str:
-    from importlib import metadata
-
-    return metadata.version(name)

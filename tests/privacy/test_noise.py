@@ -117,19 +117,26 @@ def test_float64_noise_has_float64_resolution() -> None:
 
 
 def test_radius_beyond_32_bits_is_continued_exactly() -> None:
-    """P(R > r) = exp(-r^2/2) holds below u = 2^-32, where 32-bit words end (R = 6.66)."""
+    """P(R > r) = exp(-r^2) holds below u = 2^-32, where 32-bit words end (R = 4.71)."""
     edge = noise._EDGE
     words = np.tile(np.arange(edge, dtype=np.uint32), 16)
     radius = torch.full((words.size,), -1.0)
     noise._extend(b"k" * 16, 0, words, radius)
-    u = np.exp(-0.5 * radius.double().numpy() ** 2) * 2.0**32
+    u = np.exp(-(radius.double().numpy() ** 2)) * 2.0**32
     assert np.abs(u - words - 0.5).max() < 0.5 * (1 + 1e-2)
     fraction = (u - words)[words < 64]
     assert stats.kstest(fraction, "uniform").pvalue > 1e-5
-    assert radius.max() > math.sqrt(2 * math.log(2**32))
+    assert radius.max() > math.sqrt(math.log(2**32))
     untouched = torch.full((4,), -1.0)
     noise._extend(b"k" * 16, 0, np.array([edge, 2**32 - 1, 2**31, 2**20], np.uint32), untouched)
     assert (untouched == -1).all()
+
+
+def test_the_first_radii_tell_which_words_need_more_bits() -> None:
+    words = torch.tensor([0, 1, noise._EDGE - 1, noise._EDGE], dtype=torch.float32)
+    radii = (noise._MOST / words).log().sqrt()
+    assert (radii[:3] > noise._FAR).all()
+    assert radii[3] - 0.01 < noise._FAR
 
 
 def test_extreme_words_give_finite_radii(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dpbnn.contributions.attach import Attached, describe
 from dpbnn.contributions.base import UnsupportedModel
 from dpbnn.contributions.fallback import random_state
+from dpbnn.contributions.network import NetworkContributions
 from dpbnn.contributions.tape import Key, layouts, replaced_forwards
 from dpbnn.networks import GaussianLayer
 
@@ -75,6 +76,7 @@ class _Probe:
     def __init__(self, attached: Attached, x: Arguments, y: Tensor) -> None:
         self.attached, self.x, self.y = attached, x, y
         self.draws = attached.draw()
+        self.recorded: dict[tuple[int, ...], NetworkContributions] = {}
         exact = attached.dtype == torch.float64
         low = torch.is_autocast_enabled(attached.device.type) or any(
             p.dtype in (torch.bfloat16, torch.float16) for p in attached.model.parameters()
@@ -107,12 +109,13 @@ class _Probe:
     def contribution(
         self, rows: list[int], found: Mapping[Key, str], which: int | None
     ) -> Gradients:
-        self.reseed()
-        x, y = self.rows(rows)
-        recorded = self.attached.record(x, y, self.draws, {}, found)
+        if tuple(rows) not in self.recorded:
+            self.reseed()
+            x, y = self.rows(rows)
+            self.recorded[tuple(rows)] = self.attached.record(x, y, self.draws, {}, found)
         weights = torch.zeros(len(rows), device=self.attached.device)
         weights[slice(None) if which is None else which] = 1.0
-        return recorded.weighted_sum(weights)
+        return self.recorded[tuple(rows)].weighted_sum(weights)
 
     def reference(self, rows: list[int], which: int | None) -> Gradients:
         """Return the same by autograd through the model as it is, at the same draws."""
@@ -225,6 +228,7 @@ def probe(attached: Attached, x: Arguments, y: Tensor) -> dict[Key, str]:
 
         run.refuse_coupling(found, [0, 1, 2, 3], [0, 5, 6, 7], 0, 1e-5)
         run.refuse_coupling(found, [0, 1, 2, 3], [4, 5, 6, 3], 3, 1e-5)
+        run.recorded.clear()
         for module in model.modules():
             if isinstance(module, _MASKING):
                 module.eval()

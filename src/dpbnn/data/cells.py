@@ -13,7 +13,15 @@ __all__ = ["Block", "Cells", "columns"]
 _WORD = 8  # bytes that are looked at at once
 _WIDEST = 8  # words in a cell beyond which cells are read one by one
 _LOOK = 1024  # rows that say whether a column repeats itself
-_MASKS = np.array([(1 << 8 * used) - 1 for used in range(_WORD + 1)], dtype=np.uint64)
+_PAD = _WORD * (_WIDEST + 1)
+_MASKS = np.array(  # for every word of a cell and every size of the cell, the bytes that count
+    [
+        [(1 << 8 * min(max(size - word * _WORD, 0), _WORD)) - 1 for size in range(_PAD)]
+        for word in range(_WIDEST)
+    ],
+    dtype=np.uint64,
+)
+_SLOTS = 16  # bits of a key that choose its slot
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -21,7 +29,7 @@ class Cells(Sequence[str]):
     """The texts of one column; a part of them shares the bytes.
 
     Args:
-        data: UTF-8, without NUL, and eight bytes more than the last cell needs.
+        data: UTF-8, without NUL, and `_PAD` bytes behind the last cell.
         starts: where each cell begins.
         ends: where each cell ends.
         spaced: whether white space around the texts has to be taken off.
@@ -65,14 +73,22 @@ class Cells(Sequence[str]):
         """
         if self._words_needed() > _WIDEST:
             return None
-        first = _keys(self[:_LOOK]._words())
-        if 2 * len(np.unique(first)) > len(first):
-            return None
         words = self._words()
-        _, rows, numbers = np.unique(_keys(words), return_index=True, return_inverse=True)
-        if len(words) > 1 and not np.array_equal(words[:, rows[numbers]], words):  # a collision
+        keys = _keys(words)
+        known = np.unique(keys[:_LOOK])
+        if 2 * len(known) > min(len(keys), _LOOK):
             return None
-        return [self[row] for row in rows.tolist()], numbers
+        at = _slots(known, keys)
+        if (other := known[at] != keys).any():
+            known = np.union1d(known, keys[other])
+            at = _slots(known, keys)
+            other = known[at] != keys
+            at[other] = np.searchsorted(known, keys[other])
+        rows = np.empty(len(known), dtype=np.intp)
+        rows[at] = np.arange(len(keys))
+        if len(words) > 1 and any((word[rows][at] != word).any() for word in words):
+            return None  # two texts have one key
+        return [self[row] for row in rows.tolist()], at
 
     def _words_needed(self) -> int:
         widest = int((self._ends - self._starts).max(initial=1))
@@ -80,13 +96,11 @@ class Cells(Sequence[str]):
 
     def _words(self) -> np.ndarray:
         """Return the bytes of all cells as numbers [words, rows], zeros behind the end."""
-        last = len(self._data) - _WORD
-        at = np.ndarray((last + 1,), "<u8", self._data, strides=(1,))
+        at = np.ndarray((len(self._data) - _WORD + 1,), "<u8", self._data, strides=(1,))
         size = self._ends - self._starts
         found = np.empty((self._words_needed(), len(self)), dtype=np.uint64)
         for i, word in enumerate(found):
-            used = np.clip(size - i * _WORD, 0, _WORD) if len(found) > 1 else size
-            np.bitwise_and(at[np.minimum(self._starts + i * _WORD, last)], _MASKS[used], out=word)
+            np.bitwise_and(at[self._starts + i * _WORD], _MASKS[i].take(size), out=word)
         return found
 
 
@@ -124,7 +138,7 @@ class Block:
 def columns(blocks: Sequence[Block]) -> list[Cells]:
     """Return the columns of blocks that follow one another."""
     size = sum(len(block.data) for block in blocks)
-    kind = np.int32 if size + _WORD * (_WIDEST + 1) < 2**31 else np.int64
+    kind = np.int32 if size + _PAD < 2**31 else np.int64
     shape = (blocks[0].starts.shape[1], sum(len(block.starts) for block in blocks))
     starts, ends = np.empty(shape, kind), np.empty(shape, kind)
     row = base = 0
@@ -133,14 +147,22 @@ def columns(blocks: Sequence[Block]) -> list[Cells]:
         np.add(block.starts.T, base, out=starts[:, row:stop], casting="same_kind")
         np.add(block.ends.T, base, out=ends[:, row:stop], casting="same_kind")
         row, base = stop, base + len(block.data)
-    data = b"".join((*(block.data for block in blocks), bytes(_WORD)))
+    data = b"".join((*(block.data for block in blocks), bytes(_PAD)))
     spaced = any(block.spaced for block in blocks)
     return [Cells(data, *places, spaced) for places in zip(starts, ends, strict=True)]
 
 
 def _keys(words: np.ndarray) -> np.ndarray:
     """Return one number for each row that equal texts share, and other texts hardly ever."""
-    keys = words[0]
+    keys: np.ndarray = words[0]
     for word in words[1:]:
         keys = (keys ^ (keys >> np.uint64(29))) * _MIX + word
     return keys
+
+
+def _slots(known: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Return where each key stands among the known ones, mostly: two of them may share a slot."""
+    table = np.zeros(1 << _SLOTS, dtype=np.intp)
+    table[known * _MIX >> np.uint64(64 - _SLOTS)] = np.arange(len(known))
+    found: np.ndarray = table[keys * _MIX >> np.uint64(64 - _SLOTS)]
+    return found

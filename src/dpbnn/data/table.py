@@ -141,9 +141,10 @@ def numbers(
     """Return a column as float64 with NaN for missing, and which values are no numbers, if any."""
     if isinstance(raw, np.ndarray) and raw.dtype.kind in "biuf":
         return np.asarray(raw, dtype=np.float64), None
-    if isinstance(raw, Cells) and (found := raw.distinct()) is not None:
-        values, unreadable = numbers(found[0], missing)
-        return values[found[1]], None if unreadable is None else unreadable[found[1]]
+    if isinstance(raw, Cells) and (repeated := raw.distinct()) is not None:
+        own, at = repeated
+        values, unreadable = numbers(own, missing)
+        return values[at], None if unreadable is None else unreadable[at]
     texts = raw if isinstance(raw, list) else raw.tolist()
     if not any(map(_finite, missing)):
         try:
@@ -169,8 +170,8 @@ def codes(
         texts = [cell(value) for value in distinct.tolist()]
         own = np.array([_code(text, categories, missing) for text in texts] or [-1], dtype=np.int64)
         return own[positions]
-    if isinstance(raw, Cells) and (found := raw.distinct()) is not None:
-        return codes(found[0], categories, missing)[found[1]]
+    if isinstance(raw, Cells) and (repeated := raw.distinct()) is not None:
+        return codes(repeated[0], categories, missing)[repeated[1]]
     texts = raw if isinstance(raw, list) else raw.tolist()
     known = _Codes(categories, missing)
     return np.fromiter(map(known.__getitem__, texts), np.int64, len(texts))

@@ -7,7 +7,7 @@ import io
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -50,11 +50,11 @@ def parse(
         raise TableError(f"{path}: is empty; give a table with a header and rows")
     own = _names(path, top, header, names)
     columns: list[list[str]] = [[] for _ in own]
-    numbers: list[Iterable[int]] = []
+    numbers: list[np.ndarray] = []
 
     def add(rows: Iterable[tuple[int, list[str]]]) -> None:
         found = [*_of_width(path, rows, len(own))]
-        numbers.append([line for line, _ in found])
+        numbers.append(np.array([line for line, _ in found], dtype=np.int64))
         for column, values in zip(
             columns, zip(*(row for _, row in found), strict=True), strict=False
         ):
@@ -72,15 +72,15 @@ def parse(
                 add(_rows(path, rest, separator, before))
                 break
             blocks.append(cut)
-            numbers.append(range(before + 1, before + len(cut.starts) + 1))
-            before += block.count("\n")
+            numbers.append(np.arange(before + 1, before + len(cut.starts) + 1))
+            before += len(cut.starts) - 1 + block.count("\n", len(block.rstrip("\r\n")))
     if not (columns[0] or blocks):
         raise TableError(f"{path}: has a header and no rows; give at least one row")
     if decimal == ",":
         _extend(columns, blocks)
         columns = [[*map(_point, column)] for column in columns]
-    texts = cells.columns([Block.of(columns), *blocks]) if blocks else columns
-    where = np.fromiter(itertools.chain.from_iterable(numbers), np.int64)
+    texts: Sequence[Any] = cells.columns([Block.of(columns), *blocks]) if blocks else columns
+    where = np.concatenate(numbers)
     held = dict(zip(own, texts, strict=True))
     return Table(held, source=str(path), lines=where, missing=missing)
 
@@ -152,12 +152,12 @@ def _cut(block: str, separator: str, width: int) -> Block | None:
     stops = code == ord(separator)
     stops |= code == ord("\n")
     stop = np.flatnonzero(stops)
-    if (len(stop) + 1) % width:
+    lines, rest = divmod(len(stop) + 1, width)
+    last = code[stop] == ord("\n")
+    if rest or np.count_nonzero(last) != lines - 1 or not last[width - 1 :: width].all():
         return None
-    ends = np.append(stop, len(code)).reshape(-1, width)
-    starts = np.append(0, stop + 1).reshape(-1, width)
-    if (code[ends[:, :-1]] != ord(separator)).any() or (code[ends[:-1, -1]] != ord("\n")).any():
-        return None
+    bounds = np.concatenate(([-1], stop, [len(code)]))
+    starts, ends = (bounds[:-1] + 1).reshape(lines, width), bounds[1:].reshape(lines, width)
     if "\r" in block:
         before = code[ends[:-1, -1] - 1] == ord("\r")
         ends[:-1, -1] -= before

@@ -97,8 +97,8 @@ class PLD(Accountant):
         return None
 
     def estimate(self, events: Iterable[Event], delta: float, relation: Relation) -> float | None:
-        """Return epsilon on a coarser grid, at most about 0.1 % above the finer one's."""
-        return _pld_epsilon(tuple(events), delta, relation, coarse=True)
+        """Return epsilon on a coarser grid, about 0.1 % above the finer one's at most."""
+        return _near_epsilon([e for e in events if e.count > 0], delta, relation)
 
     def _epsilon(self, events: list[Event], delta: float, relation: Relation) -> float:
         return _pld_epsilon(tuple(events), delta, relation)
@@ -330,9 +330,7 @@ def _interval(rate: float, sigma: float, tail: float) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def _pld_epsilon(
-    events: tuple[Event, ...], delta: float, relation: Relation, coarse: bool = False
-) -> float:
+def _pld_epsilon(events: tuple[Event, ...], delta: float, relation: Relation) -> float:
     from dp_accounting.pld import privacy_loss_distribution
 
     amplified, mu = _split(list(events), relation)
@@ -342,13 +340,7 @@ def _pld_epsilon(
             f"delta={delta} is too small for the pld accountant at so many releases; "
             f"use accountant='rdp' or a larger delta"
         )
-    tails = [_tail(rate, count, delta) for rate, _, count in amplified]
-    interval = max(
-        (_interval(r, s, tail) for (r, s, _), tail in zip(amplified, tails, strict=True)),
-        default=1e-4,
-    )
-    if coarse:
-        interval = min((_coarser(r, s, interval) for r, s, _ in amplified), default=interval)
+    tails, interval = _grid(amplified, delta)
     total = None
     for (rate, sigma, count), tail in zip(amplified, tails, strict=True):
         points = _widest_loss(rate, sigma, tail) / interval
@@ -363,27 +355,59 @@ def _pld_epsilon(
     return float(total.get_epsilon_for_delta(delta - rounding))
 
 
+def _near_epsilon(events: list[Event], delta: float, relation: Relation) -> float | None:
+    """Return epsilon for a record removed, which seldom falls below that for one added."""
+    from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType
+
+    from dpbnn.privacy.convolution import near_epsilon
+
+    amplified, mu = _split(events, relation)
+    if not amplified:
+        return gaussian_epsilon(mu, delta)
+    tails, interval = _grid(amplified, delta)
+    interval = min(_coarser(rate, sigma, interval) for rate, sigma, _ in amplified)
+    parts = []
+    for (rate, sigma, count), tail in zip(amplified, tails, strict=True):
+        side = _side(rate, sigma, interval, tail, AdjacencyType.REMOVE).to_dense_pmf()
+        parts.append((side._probs, side._lower_loss, count))
+        delta += count * math.log1p(-side._infinity_mass)
+    return near_epsilon(parts, mu, interval, delta)
+
+
+def _grid(amplified: Sequence[tuple[float, float, int]], delta: float) -> tuple[list[float], float]:
+    """Return the log mass cut off each release's noise, and the step of the common grid."""
+    tails = [_tail(rate, count, delta) for rate, _, count in amplified]
+    steps = (_interval(r, s, tail) for (r, s, _), tail in zip(amplified, tails, strict=True))
+    return tails, max(steps, default=1e-4)
+
+
 @functools.lru_cache(maxsize=256)
 def _poisson_pld(rate: float, sigma: float, interval: float, tail: float) -> Any:
     """Return what dp-accounting's from_gaussian_mechanism returns, without its loop over cells."""
-    import numpy as np
-    from dp_accounting.pld import pld_pmf, privacy_loss_distribution
-    from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
-
-    def side(adjacency: AdjacencyType) -> Any:
-        release = GaussianPrivacyLoss(
-            sigma, log_mass_truncation_bound=tail, sampling_prob=rate, adjacency_type=adjacency
-        )
-        bounds = release.connect_dots_bounds()
-        low = math.floor(bounds.epsilon_lower / interval)
-        high = math.ceil(bounds.epsilon_upper / interval)
-        epsilons = np.arange(low, high + 1) * interval
-        deltas = _hockey_stick(release, epsilons, adjacency is AdjacencyType.REMOVE)
-        return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, low, high, deltas)
+    from dp_accounting.pld import privacy_loss_distribution
+    from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType
 
     return privacy_loss_distribution.PrivacyLossDistribution(
-        side(AdjacencyType.REMOVE), side(AdjacencyType.ADD)
+        _side(rate, sigma, interval, tail, AdjacencyType.REMOVE),
+        _side(rate, sigma, interval, tail, AdjacencyType.ADD),
     )
+
+
+def _side(rate: float, sigma: float, interval: float, tail: float, adjacency: Any) -> Any:
+    """Return the losses on a grid, rounded up, for a record removed or for one added."""
+    import numpy as np
+    from dp_accounting.pld import pld_pmf
+    from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
+
+    release = GaussianPrivacyLoss(
+        sigma, log_mass_truncation_bound=tail, sampling_prob=rate, adjacency_type=adjacency
+    )
+    bounds = release.connect_dots_bounds()
+    low = math.floor(bounds.epsilon_lower / interval)
+    high = math.ceil(bounds.epsilon_upper / interval)
+    epsilons = np.arange(low, high + 1) * interval
+    deltas = _hockey_stick(release, epsilons, adjacency is AdjacencyType.REMOVE)
+    return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, low, high, deltas)
 
 
 def _hockey_stick(release: Any, epsilons: Any, remove: bool) -> Any:

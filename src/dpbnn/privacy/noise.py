@@ -39,10 +39,12 @@ _KEY_BYTES = 32
 _DEBUG = b"dpbnn debug"  # how the key of a seeded source begins
 _PAIRS = 1 << 18  # pairs of normals per chunk: few calls, and the scratch stays in cache
 _EDGE = 1 << 10  # radius words below this get 64 more bits
-_SCALE = float(np.nextafter(np.float32(2.0**-32), np.float32(0)))  # keeps u < 1, so radius > 0
+_FAR = 3.905  # below the radius of every word that comes before _EDGE
+_MOST = torch.tensor(2.0**32 + 512, device="cpu")  # above every word: u < 1 and radius > 0
 _ZEROS = np.zeros(1 << 18, np.uint8)
 _FEW = 1 << 12  # numbers below which torch's own generator is quicker
 _LOCAL = threading.local()
+_ZERO = torch.zeros((), device="cpu")
 
 
 def _load_libcrypto() -> ctypes.CDLL | None:
@@ -106,16 +108,14 @@ def _fill(key: bytes, offset: int, out: _Words) -> None:
 
 
 def _extend(key: bytes, first: int, words: NDArray[np.uint32], radius: Tensor) -> None:
-    """Recompute the largest radii from 96-bit uniforms: u = (word + fraction) / 2^32.
+    """Recompute the largest radii sqrt(-ln u) from 96-bit uniforms: u = (word + fraction) / 2^32.
 
-    Without it the radius would end at sqrt(2 ln 2^32) = 6.7, once in 2^32 pairs.
+    Without it they would end at sqrt(ln 2^32) = 4.7, a normal at 6.7, once in 2^32 pairs.
     """
-    if words.min() >= _EDGE:
-        return
     for i in np.flatnonzero(words < _EDGE):
         digest = blake2b((first + int(i)).to_bytes(8, "big"), key=key, digest_size=8).digest()
         fraction = (int.from_bytes(digest, "big") + 0.5) * 2.0**-64
-        radius[i] = math.sqrt(-2.0 * math.log((int(words[i]) + fraction) * 2.0**-32))
+        radius[i] = math.sqrt(-math.log((int(words[i]) + fraction) * 2.0**-32))
 
 
 def _word_bytes(elements: int, dtype: torch.dtype) -> int:
@@ -123,12 +123,12 @@ def _word_bytes(elements: int, dtype: torch.dtype) -> int:
     return (elements + elements % 2) * dtype.itemsize
 
 
-def _scratch(dtype: torch.dtype) -> tuple[Tensor, _Words]:
+def _scratch(dtype: torch.dtype) -> tuple[list[Tensor], _Words]:
     """Return this thread's memory for one chunk: three numbers and two words per pair."""
-    kept: dict[torch.dtype, tuple[Tensor, _Words]] = _LOCAL.__dict__.setdefault("kept", {})
+    kept: dict[torch.dtype, tuple[list[Tensor], _Words]] = _LOCAL.__dict__.setdefault("kept", {})
     if dtype not in kept:
         with torch.inference_mode(False):
-            numbers = torch.empty(3, _PAIRS, dtype=dtype, device="cpu")
+            numbers = [torch.empty(_PAIRS, dtype=dtype, device="cpu") for _ in range(3)]
         kept[dtype] = numbers, np.empty(2 * _PAIRS * dtype.itemsize, np.uint8)
     return kept[dtype]
 
@@ -156,13 +156,14 @@ def _add_gaussian(
         if ahead is None:
             _fill(key, offset, words)
         integers = torch.from_numpy(words).view(signed)
-        radius, angle, wave = scratch[:, :pairs]
+        radius, angle, wave = (numbers[:pairs] for numbers in scratch)
         if dtype == torch.float32:
-            radius.copy_(integers[:pairs].view(torch.uint32)).mul_(_SCALE)
+            radius.copy_(integers[:pairs].view(torch.uint32))
+            torch.div(_MOST, radius, out=radius).log_().sqrt_()
         else:
             radius.copy_(integers[:pairs]).mul_(2.0**-64).add_(0.5).clamp_(2.0**-54, 1 - 2.0**-53)
-        radius.log_().mul_(-2.0).sqrt_()
-        if dtype == torch.float32:
+            radius.log_().neg_().sqrt_()
+        if dtype == torch.float32 and float(radius.amax()) > _FAR:
             _extend(key, begin // 2, words.view(np.uint32)[:pairs], radius)
         angle.copy_(integers[pairs : 2 * pairs]).mul_(math.pi / -torch.iinfo(signed).min)
         for function, low in ((torch.cos, begin), (torch.sin, begin + pairs)):
@@ -175,10 +176,10 @@ def _add_gaussian(
                 a, b = max(low, start), min(high, start + flat.numel())
                 if a < b:
                     here, part = flat[a - start : b - start], slice(a - low, b - low)
-                    if std is None:
-                        torch.mul(radius[part], wave[part], out=here)
-                    else:
-                        here.addcmul_(radius[part], wave[part], value=std)
+                    scale, before = (1.0, _ZERO) if std is None else (std, here)
+                    torch.addcmul(
+                        before, radius[part], wave[part], value=math.sqrt(2) * scale, out=here
+                    )
 
 
 def fill_normal(tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:

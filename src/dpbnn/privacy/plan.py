@@ -23,6 +23,7 @@ __all__ = ["ComposedPlan", "Plan", "compose", "open_plan", "plan", "round_up"]
 
 _MOST_STEPS = 10**8
 _LARGEST_DELTA = 0.1  # beyond it a guarantee says nothing
+_LOOKS = 16  # estimates at most, where a plan looks for its first guess
 _CLOSE = 0.998  # a solved epsilon lies in [_CLOSE * target, target]
 
 
@@ -357,7 +358,7 @@ def plan(
             return chosen.estimate(events, delta, relation)
 
         model = rough if fits and chosen != quick else None
-        start = None if model is None else _start(near, model, epsilon * (1 + _CLOSE) / 2)
+        start = None if model is None else _start(near, model, epsilon)
         solved = _solve_scale(lambda s: cost(_scaled(form, s)), epsilon, model, start=start)
         sigmas = _scaled(form, solved)
     elif length is None:
@@ -520,6 +521,7 @@ def _solve_scale(
     model: Callable[[float], float] | None = None,
     close: float = _CLOSE,
     start: float | None = None,
+    rounds: int = 200,
 ) -> float:
     """Return a scale of the noise whose epsilon lies within [close * target, target].
 
@@ -530,7 +532,7 @@ def _solve_scale(
     middle = target * (1 + close) / 2
     scale = start or (1.0 if model is None else _modelled(model, middle, 1.0))
     known: list[tuple[float, float]] = []
-    for _ in range(200):
+    for _ in range(rounds):
         value = cost(scale)
         if close * target <= value <= target:
             return scale
@@ -561,16 +563,19 @@ def _solve_scale(
 def _start(
     near: Callable[[float], float | None], model: Callable[[float], float], target: float
 ) -> float | None:
-    """Return where to look first: between two estimates that a cheap model has placed."""
-    scale = _modelled(model, target, 1.0)
-    value = near(scale)
-    if value is None or not 0 < value < math.inf:
+    """Return where to look first: where the estimate lies in the middle of what is accepted."""
+
+    def cost(scale: float) -> float:
+        value = near(scale)
+        if value is None or not 0 < value < math.inf:
+            raise ValueError("no estimate")
+        return value
+
+    room = (1 - _CLOSE) / 4
+    try:
+        return _solve_scale(cost, target * (1 - room), model, 1 - 2 * room, rounds=_LOOKS)
+    except ValueError:
         return None
-    known = [(scale, value)]
-    scale = _modelled(model, target * model(scale) / value, scale)
-    known.append((scale, near(scale) or math.nan))
-    guess = _secant(known, target)
-    return guess if scale / 1.1 < guess < scale * 1.1 else scale
 
 
 def _modelled(model: Callable[[float], float], target: float, otherwise: float) -> float:
