@@ -8,19 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import run
 
 import dpbnn
-from dpbnn.cli import main
 from dpbnn.runs import Run, new_run
 
 PLAN = ["plan", "--delta", "1e-5", "--n", "60000", "--batch-size", "256", "--epochs", "15"]
-
-
-def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as stop:
-        main(list(arguments))
-    streams = capsys.readouterr()
-    return stop.value.code or 0, streams.out, streams.err
 
 
 def test_plan_prints_noise_steps_and_every_epsilon(capsys):

@@ -3,9 +3,9 @@
 import gzip
 
 import pytest
+from command_line import run
 
 import dpbnn
-from dpbnn.cli import main
 
 SCHEMA = """
 [target]
@@ -50,13 +50,6 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "schema.toml").write_text(SCHEMA)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as stop:
-        main(list(arguments))
-    streams = capsys.readouterr()
-    return stop.value.code or 0, streams.out, streams.err
 
 
 def fit(capsys, *more):

@@ -5,10 +5,10 @@ import json
 
 import numpy as np
 import pytest
+from command_line import run
 
 import dpbnn
 from dpbnn import PrivateBayesClassifier, PrivateBayesRegressor
-from dpbnn.cli import main
 from dpbnn.estimators.held_out import HeldOut
 
 BOTH = {"recalibrate": 0.2, "conformal": 0.2}
@@ -161,13 +161,6 @@ def test_saved_estimators_keep_temperature_and_threshold(tmp_path, fitted):
         np.testing.assert_array_equal(again.predict_set(x), fitted.predict_set(x))
         np.testing.assert_allclose(again.predict_proba(x), fitted.predict_proba(x), rtol=1e-6)
         fitted.threshold_ = before
-
-
-def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as stop:
-        main([str(a) for a in arguments])
-    streams = capsys.readouterr()
-    return stop.value.code or 0, streams.out, streams.err
 
 
 def table(path, made, n, seed):

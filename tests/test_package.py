@@ -36,7 +36,7 @@ BELOW = {
         "priors",
         "posteriors",
     },
-    "rows": {"likelihoods", ""},
+    "rows": {"privacy", "likelihoods", ""},
     "auditing": {"likelihoods", "methods", "posteriors", "priors", "privacy", "training"},
     "training": {
         "privacy",

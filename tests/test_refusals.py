@@ -6,9 +6,9 @@ import json
 import numpy as np
 import pytest
 import torch
+from command_line import run
 
 import dpbnn
-from dpbnn.cli import main
 
 X = np.random.default_rng(0).uniform(size=(60, 3))
 Y = np.arange(60) % 2
@@ -110,13 +110,6 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "table.csv").write_text(TABLE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as stop:
-        main(list(arguments))
-    streams = capsys.readouterr()
-    return stop.value.code or 0, streams.out, streams.err
 
 
 @pytest.mark.parametrize(

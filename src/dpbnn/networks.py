@@ -100,11 +100,15 @@ class GaussianLayer(nn.Module):
 
     def draw(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Return standard normal draws e for the weights and biases."""
-        source = generator if generator is not None else self.generator
-        return {
-            name: fill_normal(torch.empty_like(getattr(self, f"{name}_mu")), source)
-            for name in self.drawn_names()
-        }
+        return self._drawn(fill_normal, generator if generator is not None else self.generator)
+
+    def _drawn(
+        self,
+        fill: Callable[[Tensor, torch.Generator | None], Tensor],
+        generator: torch.Generator | None,
+    ) -> dict[str, Tensor]:
+        names = self.drawn_names()
+        return {n: fill(torch.empty_like(getattr(self, f"{n}_mu")), generator) for n in names}
 
     def at(self, draw: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights and biases mu + softplus(rho) * e."""
@@ -140,13 +144,9 @@ class GaussianLayer(nn.Module):
     def forward(self, x: Tensor, sample: bool = True) -> Tensor:
         """Return the output at a fresh draw, or at the mean with `sample=False`."""
         if sample:  # torch's own generator, which runs under torch.func too
-            draws = {
-                name: torch.empty_like(getattr(self, f"{name}_mu")).normal_(
-                    generator=self.generator
-                )
-                for name in self.drawn_names()
-            }
-            weights = self.at(draws)
+            weights = self.at(
+                self._drawn(lambda t, source: t.normal_(generator=source), self.generator)
+            )
             return self.apply_weights(x, weights["weight"], weights.get("bias"))
         return self.apply_weights(x, self.weight_mu, self.bias_mu)
 

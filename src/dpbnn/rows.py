@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dpbnn import likelihoods
 from dpbnn.likelihoods import Likelihood
+from dpbnn.privacy.checks import first_line
 
 __all__ = ["Rows", "checked_rows"]
 
@@ -116,7 +117,7 @@ def _tensors(data: Any, n: int) -> tuple[Tensor, Tensor]:
             tensor = torch.as_tensor(part).detach()
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
-                f"data: the {name} are no numbers ({_line(error)}); give a tensor or an array"
+                f"data: the {name} are no numbers ({first_line(error)}); give a tensor or an array"
             ) from None
         parts.append(tensor.reshape(1) if tensor.dim() == 0 else tensor)
     x, y = parts
@@ -137,7 +138,7 @@ def _outputs(network: nn.Module, x: Tensor, device: torch.device) -> Tensor:
     except (RuntimeError, IndexError, TypeError) as error:
         raise ValueError(
             f"the network cannot take inputs of shape {tuple(x.shape[1:])} and type {x.dtype} "
-            f"({_line(error)}); reshape or convert them"
+            f"({first_line(error)}); reshape or convert them"
         ) from None
     if not isinstance(outputs, Tensor) or outputs.dim() < 2 or len(outputs) != 2:
         found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
@@ -197,7 +198,7 @@ def _stand_in(
             with _quietly(network):
                 likelihood.log_prob(network(example), target.fill_(value))
         except Exception as error:
-            reason = reason or _line(error)
+            reason = reason or first_line(error)
         else:
             return value
     raise ValueError(
@@ -227,7 +228,7 @@ def _failing(
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         except Exception as error:
-            reasons.append(_line(error))
+            reasons.append(first_line(error))
             if "CUDA" in reasons[-1]:
                 raise ValueError(
                     f"the network or the likelihood fails on rows {start} to {stop - 1} "
@@ -281,8 +282,3 @@ def _quietly(network: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-
-
-def _line(error: Exception) -> str:
-    """Return the first line of an error's text."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -33,7 +33,7 @@ from dpbnn.posteriors import Posterior
 from dpbnn.priors import Gaussian, Prior
 from dpbnn.privacy.accountants import accountant
 from dpbnn.privacy.bayesian import BayesianAccountant
-from dpbnn.privacy.checks import check_count
+from dpbnn.privacy.checks import check_count, first_line
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
@@ -188,9 +188,8 @@ def check_kinds(**given: Any) -> None:
         try:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError, TypeError) as error:
-            reason = str(error).strip().partition("\n")[0]
             raise ValueError(
-                f"device={device!r}: cannot be used here ({reason}); pass device='cpu'"
+                f"device={device!r}: cannot be used here ({first_line(error)}); pass device='cpu'"
             ) from None
 
 

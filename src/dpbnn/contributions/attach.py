@@ -17,6 +17,7 @@ from dpbnn.contributions.tape import Discovery, Draw, Key, Tape, frozen, replace
 from dpbnn.likelihoods import Likelihood
 from dpbnn.likelihoods import likelihood as named_likelihood
 from dpbnn.networks import GaussianLayer
+from dpbnn.privacy.checks import first_line
 
 Space = Literal["weights", "parameters"]
 LikelihoodLike = str | Likelihood | Callable[[Any, Any], Tensor]
@@ -298,8 +299,7 @@ class Attached:
             shapes = [tuple(t.shape) for t in (*arguments, y)]
             raise UnsupportedModel(
                 f"{type(self.model).__name__} and the likelihood {self.likelihood!r} cannot be run "
-                f"and recorded on probe examples of shapes {shapes}: "
-                f"{str(error).strip().splitlines()[0] if str(error).strip() else error!r}; give "
+                f"and recorded on probe examples of shapes {shapes} ({first_line(error)}); give "
                 f"inputs and targets that fit them, or modules that run as they are."
             ) from error
 

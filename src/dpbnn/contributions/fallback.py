@@ -12,11 +12,8 @@ from torch.func import functional_call, grad, vmap
 from dpbnn.contributions.base import UnsupportedModel
 from dpbnn.contributions.rounding import accurate
 from dpbnn.contributions.rules import Forward, Recorder, Unit
-from dpbnn.contributions.sites import CHANGED, Instantiated, Site
+from dpbnn.contributions.sites import CHANGED, KEPT, Instantiated, Site
 from dpbnn.contributions.tape import Discovery
-
-KEPT = 1 << 22
-"""Numbers up to which instantiated gradients are kept for the sum."""
 
 
 class Replayed(Instantiated):

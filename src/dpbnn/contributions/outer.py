@@ -13,14 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpbnn.contributions.rounding import squares, sum_error, without
-from dpbnn.contributions.sites import CHANGED, Instantiated, Site, with_slack
+from dpbnn.contributions.sites import CHANGED, KEPT, Instantiated, Site, with_slack
 
 GRAM_COST = 3.0
 """Price of a float64 multiplication in the Gram form against a float32 one."""
 MAX_PAIRED_DRAWS = 8
 """Draws of a linear layer up to which products of pairs are cheaper than instantiation."""
-KEPT = 1 << 22
-"""Numbers up to which instantiated gradients are kept for the sum, where a and g are smaller."""
 
 
 class Factors(ABC):

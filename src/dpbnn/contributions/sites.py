@@ -13,6 +13,9 @@ from dpbnn.contributions.rounding import squares, sum_error, without
 
 CHUNK = 1 << 21
 """Numbers held at once when per-example gradients are instantiated."""
+KEPT = 1 << 22
+"""Numbers up to which instantiated gradients are kept for the sum, where what they are made of is
+smaller."""
 CHANGED = "inputs or parameters were changed in place before their contributions were summed."
 _ALL = slice(None)
 

@@ -76,14 +76,7 @@ def replay(
 ) -> Replay:
     """Run `function` on a dataset and on a neighbour, and compare everything.
 
-    Both runs have the same random numbers (torch, numpy, random, the samplers' batches). The second
-    run gets the releases of the first, so whatever it does with them must come out the same: what
-    still differs has seen the data by another way than the gate.
-
-    **Guarantee.** Compared are the sums before the noise, release by release; the number, kind and
-    order of releases; what `function` returns, bit by bit; and with `trace` the sequence of calls
-    of Python functions outside installed packages (and inside dpbnn). No ledger is charged. The
-    result holds raw distances: it is for the data holder, not for publication.
+    **Guarantee.** That of `dpbnn.replay`, which takes methods too.
 
     Args:
         function: takes a dataset, releases through gates, returns whatever it makes public (states,

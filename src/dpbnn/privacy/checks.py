@@ -1,4 +1,4 @@
-"""Checks of settings that every room makes in the same words."""
+"""Checks of settings that every room makes in the same words, and errors in one line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import math
 from numbers import Real
 from typing import Any
 
-__all__ = ["check_count", "check_numbers", "check_positive"]
+__all__ = ["check_count", "check_numbers", "check_positive", "first_line"]
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, or its kind where it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def check_numbers(**values: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -235,9 +235,9 @@ class Gate:
         if self.clips.keys() == {""}:
             return {"": names}
         groups = {g: [name for name in names if name.startswith(g)] for g in self.clips}
-        taken = [name for own in groups.values() for name in own]
+        taken = Counter(name for own in groups.values() for name in own)
         for group, own in groups.items():
-            if not own or any(taken.count(name) > 1 for name in own):
+            if not own or any(taken[name] > 1 for name in own):
                 raise ValueError(
                     f"clip: the group {group!r} has no parameter of its own among "
                     f"{names}; every parameter must begin with exactly one group's name"
