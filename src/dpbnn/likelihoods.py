@@ -32,7 +32,8 @@ class Categorical:
 
     def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return log p(y_i | outputs_i), one number per example."""
-        nll = F.cross_entropy(outputs.movedim(-1, 1), y, reduction="none")
+        scores = outputs.movedim(-1, 1) if outputs.dim() > 2 else outputs
+        nll = F.cross_entropy(scores, y, reduction="none")
         return -nll.flatten(1).sum(1) if nll.dim() > 1 else -nll
 
 

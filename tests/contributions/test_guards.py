@@ -147,6 +147,15 @@ def test_a_constant_with_as_many_rows_as_the_batch_is_still_a_constant(count):
     assert_matches(attach(model, "categorical")(x, y), per_example(model, "categorical", x, y))
 
 
+def test_activation_checkpoints_are_recorded():
+    model = Function(
+        lambda self, x: checkpoint(self.inner, x, use_reentrant=False),
+        inner=nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)),
+    )
+    x, y = torch.randn(6, 4), labels(6)
+    assert_matches(attach(model, "categorical")(x, y), per_example(model, "categorical", x, y))
+
+
 def test_a_wrong_group_of_clips_spends_nothing():
     model, ledger = nn.Linear(4, 3), Ledger()
     c = contributions(model, "categorical", torch.randn(6, 4), labels(6))
@@ -161,7 +170,7 @@ def test_a_wrong_group_of_clips_spends_nothing():
     [
         (
             Function(
-                lambda self, x: checkpoint(self.inner, x, use_reentrant=False),
+                lambda self, x: checkpoint(self.inner, x, use_reentrant=True),
                 inner=nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)),
             ),
             torch.randn(6, 4),

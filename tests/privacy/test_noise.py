@@ -116,20 +116,27 @@ def test_float64_noise_has_float64_resolution() -> None:
     assert (x != x.float().double()).float().mean() > 0.99
 
 
-def test_radius_beyond_32_bits_is_continued_exactly() -> None:
+def test_radius_beyond_32_bits_is_continued_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     """P(R > r) = exp(-r^2) holds below u = 2^-32, where 32-bit words end (R = 4.71)."""
     edge = noise._EDGE
     words = np.tile(np.arange(edge, dtype=np.uint32), 16)
-    radius = torch.full((words.size,), -1.0)
-    noise._extend(b"k" * 16, 0, words, radius)
+    stream = np.concatenate([np.full(64, 2**31, np.uint32), words]).view(np.uint8)
+
+    def fill(key: bytes, offset: int, out: np.ndarray) -> None:
+        out[:] = stream[offset : offset + out.size]
+
+    monkeypatch.setattr(noise, "_fill", fill)
+    radius = torch.full((words.size,), 4.0)
+    noise._extend(b"k" * 16, 64, radius)
     u = np.exp(-(radius.double().numpy() ** 2)) * 2.0**32
     assert np.abs(u - words - 0.5).max() < 0.5 * (1 + 1e-2)
     fraction = (u - words)[words < 64]
     assert stats.kstest(fraction, "uniform").pvalue > 1e-5
     assert radius.max() > math.sqrt(math.log(2**32))
-    untouched = torch.full((4,), -1.0)
-    noise._extend(b"k" * 16, 0, np.array([edge, 2**32 - 1, 2**31, 2**20], np.uint32), untouched)
-    assert (untouched == -1).all()
+    stream = np.array([edge, 2**32 - 1, 2**31, 2**20, 0, 0, 0, 0], np.uint32).view(np.uint8)
+    untouched = torch.full((4,), 4.0)
+    noise._extend(b"k" * 16, 0, untouched)
+    assert (untouched == 4).all()
 
 
 def test_the_first_radii_tell_which_words_need_more_bits() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from dpbnn.contributions.base import Contributions, UnsupportedModel
 from dpbnn.contributions.fallback import replayed
 from dpbnn.contributions.network import Draws, Microbatched, NetworkContributions
 from dpbnn.contributions.rules import Recorder, Unit, rule_for
-from dpbnn.contributions.tape import Discovery, Draw, Key, Tape, frozen, replaced_forwards
+from dpbnn.contributions.tape import Discovery, Draw, Key, Tape, replaced_forwards
 from dpbnn.likelihoods import Likelihood
 from dpbnn.likelihoods import likelihood as named_likelihood
 from dpbnn.networks import GaussianLayer
@@ -206,7 +207,7 @@ class Attached:
                 units.append(Unit(path, rule or replayed, names))
                 held.update(id(m) for m in module.modules())
                 return
-            if rule is not None and isinstance(module, GaussianLayer):
+            if rule is not None and isinstance(module, (GaussianLayer, nn.MaxPool2d)):
                 units.append(Unit(path, rule, {}))
                 return
             for name, child in module.named_children():
@@ -232,8 +233,10 @@ class Attached:
 
     def _forward(self, recorder: Recorder, x: tuple[Tensor, ...], y: Tensor) -> Tensor:
         model = self.model
-        modules = {unit: model.get_submodule(unit.path) for unit in self.units}
-        forwards = {m: unit.rule(m, unit, recorder) for unit, m in modules.items()}
+        modules = [attrgetter(unit.path)(model) if unit.path else model for unit in self.units]
+        forwards = {
+            m: unit.rule(m, unit, recorder) for m, unit in zip(modules, self.units, strict=True)
+        }
         with replaced_forwards(forwards):
             log_prob = self.log_prob(model(*x), y)
         if not isinstance(log_prob, Tensor) or log_prob.shape != (recorder.batch,):
@@ -255,10 +258,9 @@ class Attached:
         """Return the contributions of a batch at given draws."""
         model, batch = self.model, len(y)
         sites = []
-        parameters = [p for p in _parameters(model.modules()) if p.requires_grad]
         for draw in draws if batch else []:
             tape = Tape(batch, draw, found, lambda path: describe(model, path))
-            with torch.enable_grad(), frozen(parameters):
+            with torch.enable_grad():
                 sites += tape.sites(self._forward(tape, x, y), -1 / len(draws))
         return NetworkContributions(
             sites, batch, self._shapes, self.device, self.dtype, data_free, public(draws)

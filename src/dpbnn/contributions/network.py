@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpbnn.contributions.base import ChunkedContributions, Contributions, Weights
-from dpbnn.contributions.rounding import INFLATION, full_precision, without
+from dpbnn.contributions.rounding import INFLATION, full_precision, no_rows, without
 from dpbnn.contributions.sites import Direct, Site, merge
 
 Draws = list[dict[str, Tensor]]
@@ -73,10 +73,12 @@ class NetworkContributions(Contributions):
                         self.batch_size, dtype=torch.float64, device=self.device
                     )
                 stacked = torch.stack([raw[name] for name in self.shapes]).mul_(INFLATION**2)
-                total = stacked.sum(0)
-                self._bad = (~(total < math.inf)).nonzero().flatten()
+                self._total = stacked.sum(0)
+                self._bad = no_rows(self.device)
+                if not float(self._total.sum()) < math.inf:
+                    self._bad = (~(self._total < math.inf)).nonzero().flatten()
                 self._squares = without(stacked, self._bad, 1)
-                self._total = without(total, self._bad).sqrt_()
+                without(self._total, self._bad)
         return self._squares, self._bad
 
     def squared_norms(self) -> dict[str, Tensor]:
@@ -86,7 +88,7 @@ class NetworkContributions(Contributions):
     def norms(self) -> Tensor:
         """Return |c_i| over all released names, never below the truth (float64, [batch])."""
         self._norms()
-        return self._total.clone()
+        return self._total.sqrt()
 
     def weighted_sum(self, w: Weights) -> dict[str, Tensor]:
         """Return sum_i w_i c_i per released name, in float32 or better."""

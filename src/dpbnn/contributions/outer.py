@@ -108,7 +108,7 @@ class LinearFactors(Factors):
     def summed(self, w: Tensor, bad: Tensor) -> Tensor:
         """Return sum_i w_i G_i = (w g)^T a."""
         a, g = weighted_factors(self.a, self.g, w, bad)
-        return g.flatten(0, 1).T @ a.flatten(0, 1)
+        return torch.mm(g.flatten(0, 1).T, a.flatten(0, 1))
 
     def magnitude(self) -> Tensor:
         """Return a bound on sum_t |a_t| |g_t| per example (float64)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -23,13 +24,21 @@ def accurate(t: Tensor) -> Tensor:
     return t if t.dtype in (torch.float32, torch.float64) else t.float()
 
 
+@functools.lru_cache(maxsize=256)
+def _underflow(terms: int, device: torch.device) -> Tensor:
+    """Return what squares of that many numbers can lose by being too small for float32."""
+    with torch.inference_mode(False):
+        tiny = terms * torch.finfo(torch.float32).tiny
+        return torch.tensor(tiny, dtype=torch.float64, device=device)
+
+
 def row_squares(t: Tensor) -> Tensor:
     """Return the sum of squares over the last axis, in float64, never below by underflow.
 
     Sums of squares beyond float32 come out infinite and count as non-finite.
     """
-    rows: Tensor = torch.linalg.vector_norm(accurate(t), dim=-1).double()
-    return rows.mul_(rows).add_(t.shape[-1] * torch.finfo(torch.float32).tiny)
+    rows = torch.linalg.vector_norm(accurate(t), dim=-1).double()
+    return torch.addcmul(_underflow(t.shape[-1], t.device), rows, rows)
 
 
 def squares(t: Tensor) -> Tensor:
@@ -40,6 +49,13 @@ def squares(t: Tensor) -> Tensor:
         return row_squares(rows)
     total = row_squares(torch.unflatten(rows[:, :whole], 1, (-1, _PIECE))).sum(1)
     return total + row_squares(rows[:, whole:])
+
+
+@functools.cache
+def no_rows(device: torch.device) -> Tensor:
+    """Return the indices of no example."""
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.long, device=device)
 
 
 def without(t: Tensor, bad: Tensor, axis: int = 0) -> Tensor:
@@ -65,8 +81,11 @@ _SWITCHES: dict[str, list[Any]] = {
 
 def full_precision(device: torch.device) -> AbstractContextManager[None]:
     """Accumulate in float32 or better: no TF32, no bf16 products, no autocast."""
-    before = [(switch, switch.fp32_precision) for switch in _SWITCHES.get(device.type, [])]
-    reduced = [(switch, value) for switch, value in before if value not in ("none", "ieee")]
+    reduced = [
+        (switch, switch.fp32_precision)
+        for switch in _SWITCHES.get(device.type, [])
+        if switch.fp32_precision not in ("none", "ieee")
+    ]
     if reduced or torch.is_autocast_enabled(device.type):
         return _raised_precision(device, reduced)
     return torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -140,8 +140,8 @@ class Tape:
         edges = [tap[0] for tap in self._taps]
         gradients: list[Tensor | None] = [None] * len(edges)
         if log_prob.requires_grad:
-            total = torch.dot(log_prob, torch.full_like(log_prob, factor))
-            gradients = list(torch.autograd.grad(total, edges, allow_unused=True))
+            start = torch.full_like(log_prob, factor)
+            gradients = list(torch.autograd.grad(log_prob, edges, start, allow_unused=True))
         result: list[Site] = []
         while self._taps:
             (_, a, version, layout, path, build), g = self._taps.pop(), gradients.pop()
@@ -158,6 +158,8 @@ class Tape:
 
     def _batched(self, t: Tensor, layout: str, path: str, gradient: bool = False) -> Tensor:
         batch = self.batch
+        if layout == "first" and t.shape[0] == batch:
+            return t.unsqueeze(1)
         if layout == "shared" and not gradient:
             t = _stacked(t, batch, t.shape[0] == 1 and t.dim() > 1)
         if layout == "second":
@@ -168,7 +170,7 @@ class Tape:
                     f"{self._describe(path)} sees {len(t)} rows for {batch} examples."
                 )
             return torch.unflatten(t, 0, (batch, len(t) // batch))
-        if len(t) != batch:
+        if t.shape[0] != batch:
             raise UnsupportedModel(
                 f"{self._describe(path)} sees {tuple(t.shape)} for {batch} examples; "
                 "keep examples on the same axis for every batch."
@@ -197,16 +199,3 @@ def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
             module.__dict__.pop("forward", None)
             if earlier is not None:
                 module.__dict__["forward"] = earlier
-
-
-@contextmanager
-def frozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Keep parameters out of the graph for a while."""
-    flags = [parameter.requires_grad for parameter in parameters]
-    try:
-        for parameter in parameters:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter, flag in zip(parameters, flags, strict=True):
-            parameter.requires_grad_(flag)

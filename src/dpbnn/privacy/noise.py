@@ -31,17 +31,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dpbnn.privacy.team import run_on_team, team_size
+
 __all__ = ["NoiseSource"]
 
 _Words = NDArray[np.uint8]
 _SIGNED = {torch.float32: torch.int32, torch.float64: torch.int64}
 _KEY_BYTES = 32
 _DEBUG = b"dpbnn debug"  # how the key of a seeded source begins
-_PAIRS = 1 << 18  # pairs of normals per chunk: few calls, and the scratch stays in cache
+_PAIRS = 1 << 20  # pairs of normals per chunk: few calls, little memory
+_BLOCK = 32  # bytes of the stream that can be read by themselves
 _EDGE = 1 << 10  # radius words below this get 64 more bits
 _FAR = 3.905  # below the radius of every word that comes before _EDGE
 _MOST = torch.tensor(2.0**32 + 512, device="cpu")  # above every word: u < 1 and radius > 0
-_ZEROS = np.zeros(1 << 18, np.uint8)
+_ZEROS = np.zeros(1 << 20, np.uint8)
+_SHARE = 1 << 19  # bytes below which a thread of its own is not worth it
 _FEW = 1 << 12  # numbers below which torch's own generator is quicker
 _LOCAL = threading.local()
 _ZERO = torch.zeros((), device="cpu")
@@ -97,25 +101,50 @@ def _fill(key: bytes, offset: int, out: _Words) -> None:
 
     Args:
         key: 16 bytes.
-        offset: A multiple of 32.
+        offset: A multiple of `_BLOCK`.
         out: Contiguous, of any length that is a multiple of 8.
     """
+    threads = min(team_size(), out.size // _SHARE)
+    if threads < 2:
+        return _fill_serially(key, offset, out)
+    step = -(-out.size // (threads * _BLOCK)) * _BLOCK
+    parts = iter(range(0, out.size, step))
+
+    def work() -> None:
+        for start in parts:
+            _fill_serially(key, offset + start, out[start : start + step])
+
+    return run_on_team(work)
+
+
+def _fill_serially(key: bytes, offset: int, out: _Words) -> None:
     if _LIBCRYPTO is not None:
         _aes(_LIBCRYPTO, key, offset // 16, out)
     else:
-        philox = np.random.Philox(key=int.from_bytes(key, "big"), counter=offset // 32)
+        philox = np.random.Philox(key=int.from_bytes(key, "big"), counter=offset // _BLOCK)
         out.view(np.uint64)[:] = philox.random_raw(out.size // 8)
 
 
-def _extend(key: bytes, first: int, words: NDArray[np.uint32], radius: Tensor) -> None:
+def _extend(key: bytes, begin: int, radius: Tensor) -> None:
     """Recompute the largest radii sqrt(-ln u) from 96-bit uniforms: u = (word + fraction) / 2^32.
 
     Without it they would end at sqrt(ln 2^32) = 4.7, a normal at 6.7, once in 2^32 pairs.
+
+    Args:
+        key: of the stream.
+        begin: word of the stream that the first radius came from.
+        radius: recomputed in place.
     """
-    for i in np.flatnonzero(words < _EDGE):
-        digest = blake2b((first + int(i)).to_bytes(8, "big"), key=key, digest_size=8).digest()
-        fraction = (int.from_bytes(digest, "big") + 0.5) * 2.0**-64
-        radius[i] = math.sqrt(-math.log((int(words[i]) + fraction) * 2.0**-32))
+    block = np.empty(_BLOCK, np.uint8)
+    for i in (radius > _FAR).nonzero().flatten().tolist():
+        start, within = divmod(4 * (begin + i), _BLOCK)
+        _fill(key, start * _BLOCK, block)
+        word = int(block.view(np.uint32)[within // 4])
+        if word < _EDGE:
+            pair = (begin // 2 + i).to_bytes(8, "big")
+            digest = blake2b(pair, key=key, digest_size=8).digest()
+            fraction = (int.from_bytes(digest, "big") + 0.5) * 2.0**-64
+            radius[i] = math.sqrt(-math.log((word + fraction) * 2.0**-32))
 
 
 def _word_bytes(elements: int, dtype: torch.dtype) -> int:
@@ -123,13 +152,19 @@ def _word_bytes(elements: int, dtype: torch.dtype) -> int:
     return (elements + elements % 2) * dtype.itemsize
 
 
-def _scratch(dtype: torch.dtype) -> tuple[list[Tensor], _Words]:
-    """Return this thread's memory for one chunk: three numbers and two words per pair."""
-    kept: dict[torch.dtype, tuple[list[Tensor], _Words]] = _LOCAL.__dict__.setdefault("kept", {})
-    if dtype not in kept:
+def _empty(size: int) -> _Words:
+    """Return memory for words, aligned as vector instructions like it."""
+    with torch.inference_mode(False):
+        return torch.empty(size, dtype=torch.uint8, device="cpu").numpy()
+
+
+def _scratch(dtype: torch.dtype, pairs: int) -> tuple[_Words, Tensor]:
+    """Return this thread's memory for a chunk: two words and a number per pair."""
+    kept: dict[torch.dtype, tuple[_Words, Tensor]] = _LOCAL.__dict__.setdefault("kept", {})
+    if dtype not in kept or kept[dtype][1].numel() < pairs:
         with torch.inference_mode(False):
-            numbers = [torch.empty(_PAIRS, dtype=dtype, device="cpu") for _ in range(3)]
-        kept[dtype] = numbers, np.empty(2 * _PAIRS * dtype.itemsize, np.uint8)
+            wave = torch.empty(pairs, dtype=dtype, device="cpu")
+        kept[dtype] = _empty(2 * pairs * dtype.itemsize), wave
     return kept[dtype]
 
 
@@ -139,15 +174,16 @@ def _add_gaussian(
     """Add independent N(0, std^2) to every flat CPU tensor of one dtype, chunk by chunk.
 
     Where std is None, N(0, 1) takes the place of what was there. The tensors are read as one long
-    vector; element i's noise depends on the key, the length of the vector and i only.
+    vector; element i's noise depends on the key, the length of the vector and i only. Words become
+    radii and angles where they are, those drawn ahead too.
     """
     dtype = flats[0][0].dtype
-    scratch, buffer = _scratch(dtype)
     signed = _SIGNED[dtype]
     starts = [0]
     for flat, _ in flats:
         starts.append(starts[-1] + flat.numel())
     total = starts.pop()
+    buffer, scratch = _scratch(dtype, min(_PAIRS, -(-total // 2)))
     for begin in range(0, total, 2 * _PAIRS):
         elements = min(2 * _PAIRS, total - begin)
         pairs = -(-elements // 2)
@@ -156,17 +192,21 @@ def _add_gaussian(
         if ahead is None:
             _fill(key, offset, words)
         integers = torch.from_numpy(words).view(signed)
-        radius, angle, wave = (numbers[:pairs] for numbers in scratch)
+        numbers = integers.view(dtype)
+        radius, angle = numbers[:pairs], numbers[pairs:]
         if dtype == torch.float32:
             radius.copy_(integers[:pairs].view(torch.uint32))
             torch.div(_MOST, radius, out=radius).log_().sqrt_()
+            if float(radius.amax()) > _FAR:
+                _extend(key, begin, radius)
         else:
             radius.copy_(integers[:pairs]).mul_(2.0**-64).add_(0.5).clamp_(2.0**-54, 1 - 2.0**-53)
             radius.log_().neg_().sqrt_()
-        if dtype == torch.float32 and float(radius.amax()) > _FAR:
-            _extend(key, begin // 2, words.view(np.uint32)[:pairs], radius)
-        angle.copy_(integers[pairs : 2 * pairs]).mul_(math.pi / -torch.iinfo(signed).min)
-        for function, low in ((torch.cos, begin), (torch.sin, begin + pairs)):
+        angle.copy_(integers[pairs:]).mul_(math.pi / -torch.iinfo(signed).min)
+        for function, wave, low in (
+            (torch.cos, scratch[:pairs], begin),
+            (torch.sin, angle, begin + pairs),
+        ):
             function(angle, out=wave)
             high = min(low + pairs, begin + elements)
             for index in range(bisect_right(starts, low) - 1, len(flats)):
@@ -418,7 +458,7 @@ class NoiseSource:
     def _draw_ahead(self, keys: dict[torch.dtype, bytes], sizes: dict[torch.dtype, int]) -> None:
         for dtype, size in sizes.items():
             if dtype not in self._buffers or self._buffers[dtype].size != size:
-                self._buffers[dtype] = np.empty(size, np.uint8)
+                self._buffers[dtype] = _empty(size)
             _fill(keys[dtype], 0, self._buffers[dtype])
 
     def _stream_key(self, use: str) -> bytes:
