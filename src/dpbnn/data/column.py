@@ -122,6 +122,11 @@ class Column:
         """
         if out is None:
             out = np.zeros((len(raw), len(self.features)), dtype=np.float32)
+        if self.kind == "numeric" and isinstance(raw, Cells) and (found := raw.distinct()):
+            texts, at = found
+            few, faults = self.encode(texts, missing)
+            out[:] = few[at]
+            return out, [(rows[at], why) for rows, why in faults]
         if self.kind == "numeric":
             return out, self._encode_numbers(raw, out, missing)
         code = self._codes(raw, missing)
@@ -131,6 +136,9 @@ class Column:
         faults = [] if self.other else self._unknown(code, cure)
         if self.missing == "refuse":
             faults += self._missing(code == -1)
+        if not len(code) or code.min() >= 0:
+            out[np.arange(len(code)), code] = 1.0
+            return out, faults
         position = np.where(code == -2, declared if self.other else -1, code)
         if self.missing == "category":
             position = np.where(code == -1, width - 1, position)

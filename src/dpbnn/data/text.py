@@ -73,7 +73,7 @@ def parse(
                 break
             blocks.append(cut)
             numbers.append(np.arange(before + 1, before + len(cut.starts) + 1))
-            before += len(cut.starts) - 1 + block.count("\n", len(block.rstrip("\r\n")))
+            before += len(cut.starts) - 1 + _line_ends(block).count("\n")
     if not (columns[0] or blocks):
         raise TableError(f"{path}: has a header and no rows; give at least one row")
     if decimal == ",":
@@ -146,9 +146,9 @@ def _cut(block: str, separator: str, width: int) -> Block | None:
     """Return the cells of whole lines, or None where they need a closer look."""
     if width == 1 or '"' in block or "\0" in block:
         return None
-    text = block.rstrip("\r\n")
-    data = text.encode()
-    code = np.frombuffer(data, dtype=np.uint8)
+    left = _line_ends(block)
+    data = block.encode()
+    code = np.frombuffer(data, dtype=np.uint8)[: len(data) - len(left)]
     stops = code == ord(separator)
     stops |= code == ord("\n")
     stop = np.flatnonzero(stops)
@@ -156,16 +156,25 @@ def _cut(block: str, separator: str, width: int) -> Block | None:
     last = code[stop] == ord("\n")
     if rest or np.count_nonzero(last) != lines - 1 or not last[width - 1 :: width].all():
         return None
-    bounds = np.concatenate(([-1], stop, [len(code)]))
+    bounds = np.empty(len(stop) + 2, np.int32 if len(code) < 2**31 else np.int64)
+    bounds[0], bounds[1:-1], bounds[-1] = -1, stop, len(code)
     starts, ends = (bounds[:-1] + 1).reshape(lines, width), bounds[1:].reshape(lines, width)
     if "\r" in block:
         before = code[ends[:-1, -1] - 1] == ord("\r")
         ends[:-1, -1] -= before
-        left = block[len(text) :].replace("\r\n", "")
-        if np.count_nonzero(code == ord("\r")) > np.count_nonzero(before) or "\r" in left:
+        found = np.count_nonzero(code == ord("\r"))
+        if found > np.count_nonzero(before) or "\r" in left.replace("\r\n", ""):
             return None
     spaced = not block.isascii() or any(c in block for c in _SPACES if c != separator)
     return Block(data, starts, ends, spaced)
+
+
+def _line_ends(block: str) -> str:
+    """Return the line ends that a block of lines ends in."""
+    size = len(block)
+    while size and block[size - 1] in "\r\n":
+        size -= 1
+    return block[size:]
 
 
 def _extend(columns: list[list[str]], blocks: list[Block]) -> None:

@@ -306,12 +306,6 @@ def _widest_loss(rate: float, sigma: float, tail: float) -> float:
     return math.log1p(rate * math.expm1(exponent)) if exponent < 700 else exponent
 
 
-def _coarser(rate: float, sigma: float, step: float) -> float:
-    """Return up to eight times the grid step, below a twelfth of the std of the loss."""
-    spread = rate * math.sqrt(_expm1(1 / sigma**2))
-    return next((k * step for k in (8, 4, 2) if k * step <= spread / 12), step)
-
-
 def _interval(rate: float, sigma: float, tail: float) -> float:
     """Return the grid step of the privacy loss: 1e-4, halved or doubled as the release asks.
 
@@ -340,7 +334,7 @@ def _pld_epsilon(events: tuple[Event, ...], delta: float, relation: Relation) ->
             f"delta={delta} is too small for the pld accountant at so many releases; "
             f"use accountant='rdp' or a larger delta"
         )
-    tails, interval = _grid(amplified, delta)
+    tails, interval = _grid(amplified, mu, delta)
     total = None
     for (rate, sigma, count), tail in zip(amplified, tails, strict=True):
         points = _widest_loss(rate, sigma, tail) / interval
@@ -364,8 +358,7 @@ def _near_epsilon(events: list[Event], delta: float, relation: Relation) -> floa
     amplified, mu = _split(events, relation)
     if not amplified:
         return gaussian_epsilon(mu, delta)
-    tails, interval = _grid(amplified, delta)
-    interval = min(_coarser(rate, sigma, interval) for rate, sigma, _ in amplified)
+    tails, interval = _grid(amplified, mu, delta, parts=12)
     parts = []
     for (rate, sigma, count), tail in zip(amplified, tails, strict=True):
         side = _side(rate, sigma, interval, tail, AdjacencyType.REMOVE).to_dense_pmf()
@@ -374,11 +367,22 @@ def _near_epsilon(events: list[Event], delta: float, relation: Relation) -> floa
     return near_epsilon(parts, mu, interval, delta)
 
 
-def _grid(amplified: Sequence[tuple[float, float, int]], delta: float) -> tuple[list[float], float]:
-    """Return the log mass cut off each release's noise, and the step of the common grid."""
+def _grid(
+    amplified: Sequence[tuple[float, float, int]], mu: float, delta: float, parts: int = 25
+) -> tuple[list[float], float]:
+    """Return the log mass cut off each release's noise, and the step of the common grid.
+
+    Losses are rounded so that epsilon can only rise: by a relative 2e-4 at most where the step is
+    one of 25 parts of q/sigma, about the standard deviation of a loss, for every release; so it is
+    not made smaller than that.
+    """
     tails = [_tail(rate, count, delta) for rate, _, count in amplified]
     steps = (_interval(r, s, tail) for (r, s, _), tail in zip(amplified, tails, strict=True))
-    return tails, max(steps, default=1e-4)
+    step = max(steps, default=1e-4)
+    least = min([*(rate / sigma for rate, sigma, _ in amplified), mu or math.inf])
+    while 2 * parts * step <= least < math.inf:
+        step *= 2
+    return tails, step
 
 
 @functools.lru_cache(maxsize=256)
