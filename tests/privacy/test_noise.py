@@ -111,6 +111,32 @@ def test_tails_of_thirty_million_draws() -> None:
     assert too_many_or_few(clip=4.999) == [5.0]
 
 
+@pytest.mark.usefixtures("_both_generators")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [1, 2, 1001, 2 * 1500 + 7])
+def test_noise_is_box_and_mullers_of_the_stream(
+    n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """z_i = sqrt(-2 ln u_i) cos 2 pi v_i, then the sines, chunk by chunk, in float64."""
+    monkeypatch.setattr(noise, "_PAIRS", 1024)
+    source, kind = NoiseSource.seeded(5), f"i{dtype.itemsize}"
+    key, scale = source._stream_key(str(dtype)), 2.0 ** (8 * dtype.itemsize)
+    expected, radii = [], []
+    for begin in range(0, n, 2048):
+        size = min(2048, n - begin)
+        words = np.empty(noise._word_bytes(size, dtype), np.uint8)
+        noise._fill(key, begin * dtype.itemsize, words)
+        first, second = np.split(words.view(kind), 2)
+        u = (first.view(f"u{dtype.itemsize}") if dtype == torch.float32 else first) / scale
+        u = u + (2.0**-33 if dtype == torch.float32 else 0.5)
+        radius, angle = np.sqrt(-2 * np.log(u)), 2 * np.pi * second / scale
+        expected.append(np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size])
+        radii.append(np.tile(radius, 2)[:size])
+    x = draw(source, n, dtype).double().numpy()
+    rounding = torch.finfo(dtype).eps * (16 + 4 / np.concatenate(radii))
+    assert (np.abs(x - np.concatenate(expected)) < rounding).all()
+
+
 def test_float64_noise_has_float64_resolution() -> None:
     x = draw(NoiseSource(), 10_000, torch.float64)
     assert (x != x.float().double()).float().mean() > 0.99

@@ -144,8 +144,8 @@ def columns(blocks: Sequence[Block]) -> list[Cells]:
     row = base = 0
     for block in blocks:
         stop = row + len(block.starts)
-        np.add(block.starts.T, base, out=starts[:, row:stop], casting="same_kind")
-        np.add(block.ends.T, base, out=ends[:, row:stop], casting="same_kind")
+        np.add(block.starts.T, kind(base), out=starts[:, row:stop], casting="same_kind")
+        np.add(block.ends.T, kind(base), out=ends[:, row:stop], casting="same_kind")
         row, base = stop, base + len(block.data)
     data = b"".join((*(block.data for block in blocks), bytes(_PAD)))
     spaced = any(block.spaced for block in blocks)

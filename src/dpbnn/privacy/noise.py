@@ -459,7 +459,7 @@ class NoiseSource:
         for dtype, size in sizes.items():
             if dtype not in self._buffers or self._buffers[dtype].size != size:
                 self._buffers[dtype] = _empty(size)
-            _fill(keys[dtype], 0, self._buffers[dtype])
+            _fill_serially(keys[dtype], 0, self._buffers[dtype])
 
     def _stream_key(self, use: str) -> bytes:
         message = f"{use}\0{self._purpose}".encode()
