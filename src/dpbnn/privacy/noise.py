@@ -39,7 +39,8 @@ _Words = NDArray[np.uint8]
 _SIGNED = {torch.float32: torch.int32, torch.float64: torch.int64}
 _KEY_BYTES = 32
 _DEBUG = b"dpbnn debug"  # how the key of a seeded source begins
-_PAIRS = 1 << 21  # pairs of normals per chunk: few calls, and not much memory
+_PAIRS = 1 << 20  # pairs of normals per chunk: few calls, and much of it stays in caches
+_CHUNKS = 2  # chunks whose words are drawn at once
 _BLOCK = 32  # bytes of the stream that can be read by themselves
 _EDGE = 1 << 10  # radius words below this get 64 more bits
 _FAR = 3.905  # below the radius of every word that comes before _EDGE
@@ -158,13 +159,13 @@ def _empty(size: int) -> _Words:
         return torch.empty(size, dtype=torch.uint8, device="cpu").numpy()
 
 
-def _scratch(dtype: torch.dtype, pairs: int) -> tuple[_Words, Tensor]:
-    """Return this thread's memory for a chunk: two words and a number per pair."""
+def _scratch(dtype: torch.dtype, size: int, pairs: int) -> tuple[_Words, Tensor]:
+    """Return this thread's memory: bytes for words drawn at once, and a number per pair."""
     kept: dict[torch.dtype, tuple[_Words, Tensor]] = _LOCAL.__dict__.setdefault("kept", {})
-    if dtype not in kept or kept[dtype][1].numel() < pairs:
+    words, wave = kept.get(dtype, (None, None))
+    if words is None or wave is None or words.size < size or wave.numel() < pairs:
         with torch.inference_mode(False):
-            wave = torch.empty(pairs, dtype=dtype, device="cpu")
-        kept[dtype] = _empty(2 * pairs * dtype.itemsize), wave
+            kept[dtype] = _empty(size), torch.empty(pairs, dtype=dtype, device="cpu")
     return kept[dtype]
 
 
@@ -183,14 +184,20 @@ def _add_gaussian(
     for flat, _ in flats:
         starts.append(starts[-1] + flat.numel())
     total = starts.pop()
-    buffer, scratch = _scratch(dtype, min(_PAIRS, -(-total // 2)))
+    most = 2 * _PAIRS * _CHUNKS
+    buffer, scratch = _scratch(
+        dtype, _word_bytes(min(most, total), dtype), min(_PAIRS, -(-total // 2))
+    )
     for begin in range(0, total, 2 * _PAIRS):
         elements = min(2 * _PAIRS, total - begin)
         pairs = -(-elements // 2)
-        offset, size = begin * dtype.itemsize, _word_bytes(elements, dtype)
-        words = buffer[:size] if ahead is None else ahead[offset : offset + size]
+        first, size = begin * dtype.itemsize, _word_bytes(elements, dtype)
         if ahead is None:
-            _fill(key, offset, words)
+            first = begin % most * dtype.itemsize
+            if not first:
+                drawn = _word_bytes(min(most, total - begin), dtype)
+                _fill(key, begin * dtype.itemsize, buffer[:drawn])
+        words = (buffer if ahead is None else ahead)[first : first + size]
         integers = torch.from_numpy(words).view(signed)
         numbers = integers.view(dtype)
         radius, angle = numbers[:pairs], numbers[pairs:]
