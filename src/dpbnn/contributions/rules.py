@@ -379,11 +379,13 @@ class _ChannelsLastMax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *window: Any) -> Tensor:
         last = x.contiguous(memory_format=torch.channels_last)
-        largest: Tensor
         largest, where = torch.ops.aten.max_pool2d_with_indices(last, *window)
+        del last
+        result: Tensor = largest.contiguous()
+        del largest
         ctx.window = window
         ctx.save_for_backward(x, where.contiguous())
-        return largest.contiguous()
+        return result
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
