@@ -22,7 +22,7 @@ from dpbnn.data.table import Table, TableError, TableWarning, as_table, codes, n
 __all__ = ["Schema"]
 
 _CHUNK = 4_000_000  # numbers encoded at once
-_LOOK = 1024  # rows looked at at once, until what is looked for is found
+_LOOK = 128  # rows looked at at once, until what is looked for is found
 _COLUMN_KEYS = ("kind", "bounds", "categories", "missing", "other", "log")
 _TARGET_KEYS = ("name", "classes", "bounds", "cuts")
 _KEYS = ("task", "public", "target", "columns", "ignore")
