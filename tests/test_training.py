@@ -6,10 +6,10 @@ import math
 import os
 import secrets
 import shutil
-import signal
 
 import pytest
 import torch
+from interruption import stop_after
 from torch import nn
 
 import dpbnn
@@ -62,21 +62,11 @@ def fixed_keys(monkeypatch):
     monkeypatch.setattr(secrets, "token_bytes", lambda n=32: bytes(range(n)))
 
 
-class Stop:
-    """Interrupts a run after so many updates, as Ctrl-C would."""
-
-    def __init__(self, monkeypatch, name, after):
-        kind = type(METHODS[name]).__name__
-        process = next(c for c in _subclasses(Process) if c.__name__ == f"{kind}Process")
-        update, seen = process.update, []
-
-        def counted(self, release):
-            update(self, release)
-            seen.append(1)
-            if len(seen) == after:
-                os.kill(os.getpid(), signal.SIGINT)
-
-        monkeypatch.setattr(process, "update", counted)
+def stop(monkeypatch, name, after):
+    """Interrupt runs of a method after so many updates."""
+    kind = type(METHODS[name]).__name__
+    process = next(c for c in _subclasses(Process) if c.__name__ == f"{kind}Process")
+    stop_after(after, process, monkeypatch)
 
 
 def _subclasses(kind):
@@ -95,7 +85,7 @@ class TestItem13Resume:
     ):
         whole = fit(name, out=tmp_path / "whole")
         with monkeypatch.context() as patch:
-            Stop(patch, name, after)
+            stop(patch, name, after)
             with pytest.raises(KeyboardInterrupt):
                 fit(name, out=tmp_path / "run", checkpoint_every=3)
         resumed = fit(name, out=tmp_path / "run", checkpoint_every=3, resume=True)
@@ -107,7 +97,7 @@ class TestItem13Resume:
         self, tmp_path, monkeypatch
     ):
         with monkeypatch.context() as patch:
-            Stop(patch, "sgd", 4)
+            stop(patch, "sgd", 4)
             with pytest.raises(KeyboardInterrupt):
                 fit(out=tmp_path)
         (tmp_path / "keys.json").unlink()
@@ -119,7 +109,7 @@ class TestItem13Resume:
 
     def test_going_on_twice_from_one_checkpoint_never_repeats_noise(self, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
-            Stop(patch, "sgd", 4)
+            stop(patch, "sgd", 4)
             with pytest.raises(KeyboardInterrupt):
                 fit(out=tmp_path / "run")
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
@@ -131,7 +121,7 @@ class TestItem13Resume:
 
     def test_keys_are_used_up_before_anything_is_released(self, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
-            Stop(patch, "sgd", 4)
+            stop(patch, "sgd", 4)
             with pytest.raises(KeyboardInterrupt):
                 fit(out=tmp_path)
         there = []
@@ -148,7 +138,7 @@ class TestItem13Resume:
     def test_other_data_gets_other_noise(self, tmp_path, monkeypatch):
         """The same noise on other data would show the difference."""
         with monkeypatch.context() as patch:
-            Stop(patch, "sgd", 4)
+            stop(patch, "sgd", 4)
             with pytest.raises(KeyboardInterrupt):
                 fit(out=tmp_path)
         keys = json.loads((tmp_path / "keys.json").read_text())
@@ -166,7 +156,7 @@ class TestItem13Resume:
 
     def test_keys_are_for_the_owner_and_nowhere_else(self, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
-            Stop(patch, "sgd", 4)
+            stop(patch, "sgd", 4)
             with pytest.raises(KeyboardInterrupt):
                 fit(out=tmp_path)
         assert (tmp_path / "keys.json").stat().st_mode & 0o077 == 0
@@ -188,7 +178,7 @@ class TestItem13Resume:
 
 @pytest.mark.parametrize("after", [1, 5, 11])
 def test_an_interrupt_leaves_a_true_ledger(tmp_path, monkeypatch, after):
-    Stop(monkeypatch, "sgd", after)
+    stop(monkeypatch, "sgd", after)
     with pytest.raises(KeyboardInterrupt):
         fit(out=tmp_path)
     assert dpbnn.Ledger(tmp_path / "ledger.jsonl").releases >= after
@@ -200,7 +190,7 @@ def test_resuming_with_other_settings_or_nothing_is_refused(tmp_path, monkeypatc
     with pytest.raises(FileNotFoundError, match="leave resume out"):
         fit(out=tmp_path / "empty", resume=True)
     with monkeypatch.context() as patch:
-        Stop(patch, "sgd", 4)
+        stop(patch, "sgd", 4)
         with pytest.raises(KeyboardInterrupt):
             fit(out=tmp_path)
     with pytest.raises(FileExistsError, match="resume=True"):

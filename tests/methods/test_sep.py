@@ -2,14 +2,13 @@
 
 import dataclasses
 import math
-import os
 import secrets
-import signal
 
 import numpy as np
 import pytest
 import torch
 from held_data import assert_holds_no_data
+from interruption import stop_after
 from scipy import stats
 from torch import nn
 
@@ -341,16 +340,8 @@ def _whole_and_resumed(folder, monkeypatch, sampling, after):
         )  # fmt: skip
 
     whole = fitted(folder / "whole")
-    update, seen = SEPProcess.update, []
-
-    def counted(self, release):
-        update(self, release)
-        seen.append(1)
-        if len(seen) == after:
-            os.kill(os.getpid(), signal.SIGINT)
-
     with monkeypatch.context() as patch:
-        patch.setattr(SEPProcess, "update", counted)
+        stop_after(after, SEPProcess, patch)
         with pytest.raises(KeyboardInterrupt):
             fitted(folder / "run")
     return whole, fitted(folder / "run", resume=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -59,12 +58,9 @@ def describe(model: nn.Module, path: str) -> str:
     return f"{found or 'the model'!r} ({type(module).__name__})"
 
 
-def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    return [p for module in modules for p in module._parameters.values() if p is not None]
-
-
 def _flags(modules: Iterable[nn.Module]) -> list[bool]:
-    return [parameter.requires_grad for parameter in _parameters(modules)]
+    held = [p for module in modules for p in module._parameters.values()]
+    return [p.requires_grad for p in held if p is not None]
 
 
 _STATEFUL = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -233,10 +229,8 @@ class Attached:
 
     def _forward(self, recorder: Recorder, x: tuple[Tensor, ...], y: Tensor) -> Tensor:
         model = self.model
-        modules = [attrgetter(unit.path)(model) if unit.path else model for unit in self.units]
-        forwards = {
-            m: unit.rule(m, unit, recorder) for m, unit in zip(modules, self.units, strict=True)
-        }
+        modules = {unit: model.get_submodule(unit.path) for unit in self.units}
+        forwards = {m: unit.rule(m, unit, recorder) for unit, m in modules.items()}
         with replaced_forwards(forwards):
             log_prob = self.log_prob(model(*x), y)
         if not isinstance(log_prob, Tensor) or log_prob.shape != (recorder.batch,):

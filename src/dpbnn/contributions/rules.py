@@ -65,7 +65,7 @@ def _affine(
 
 
 def _rows(t: Tensor) -> Tensor:
-    return t if t.dim() == 3 else t.flatten(1, -2)
+    return t.flatten(1, -2)
 
 
 def _linear_build(

@@ -166,8 +166,7 @@ class Direct(Instantiated):
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
         sums: dict[str, Tensor] = {}
         for gradient, scale, _ in self.terms:
-            kept = without(gradient, bad)
-            flat = kept if kept.dim() == 2 else kept.flatten(1)
+            flat = without(gradient, bad).flatten(1)
             done: dict[int, Tensor] = {}
             for index, name in enumerate(self.names):
                 if name is None:

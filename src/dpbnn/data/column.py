@@ -122,13 +122,14 @@ class Column:
         """
         if out is None:
             out = np.zeros((len(raw), len(self.features)), dtype=np.float32)
-        if self.kind == "numeric" and isinstance(raw, Cells) and (found := raw.distinct()):
-            texts, at = found
-            few, faults = self.encode(texts, missing)
-            out[:] = few[at]
-            return out, [(rows[at], why) for rows, why in faults]
         if self.kind == "numeric":
-            return out, self._encode_numbers(raw, out, missing)
+            repeated = raw.distinct() if isinstance(raw, Cells) else None
+            if repeated is None:
+                texts = raw.tolist() if isinstance(raw, Cells) else raw
+                return out, self._encode_numbers(texts, out, missing)
+            few, faults = self.encode(repeated[0], missing)
+            out[:] = few[repeated[1]]
+            return out, [(rows[repeated[1]], why) for rows, why in faults]
         code = self._codes(raw, missing)
         width = len(self.features)
         declared = len(self.categories or ())
@@ -136,9 +137,6 @@ class Column:
         faults = [] if self.other else self._unknown(code, cure)
         if self.missing == "refuse":
             faults += self._missing(code == -1)
-        if not len(code) or code.min() >= 0:
-            out[np.arange(len(code)), code] = 1.0
-            return out, faults
         position = np.where(code == -2, declared if self.other else -1, code)
         if self.missing == "category":
             position = np.where(code == -1, width - 1, position)
