@@ -3,12 +3,12 @@
     python -m benchmarks.clipping [--device cuda] [--rounds 30] [--models mlp,cnn] [--json FILE]
 
 A step is a whole training step: forward, backward, clipping, sum, noise, and the update of the
-parameters by SGD. Times are ratios to the plain non-private step of the same model; every round
-runs every contender, in changing order, and the median over rounds of the ratio within a round is
-reported. As in training, a timed step follows one of the same contender, so that it does not pay
-for what another left in caches and heap (but for contenders above ten times the plain step).
-Memory is the peak of one step above what stays allocated between steps (model, data, gradients),
-in a process of its own.
+parameters by torch.optim.SGD. Times are ratios to the plain non-private step of the same model;
+every round runs every contender, in changing order, and the median over rounds of the ratio within
+a round is reported. As in training, a contender has a process of its own, idle while others run,
+and a timed step follows an untimed one, so that it does not pay for what others left in heap and
+caches (no untimed one for contenders above ten times the plain step). Memory is the peak of one
+step above what stays allocated between steps (model, data, gradients).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -77,18 +78,14 @@ MODELS: dict[str, tuple[str, Callable[[], nn.Module], Callable[[], tuple[Tensor,
 
 
 def plain(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step:
-    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
 
     def step() -> None:
-        loss = F.cross_entropy(model(x), y)
-        descend(parameters, torch.autograd.grad(loss, parameters))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
 
     return step
-
-
-@torch.no_grad()
-def descend(parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
-    torch._foreach_add_(list(parameters), list(gradients), alpha=-RATE)
 
 
 def ours(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step:
@@ -96,14 +93,18 @@ def ours(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step
     attached = dpbnn.attach(model, "categorical", space=space)
     gate = dpbnn.Gate(clip=CLIP, noise_multiplier=SIGMA if noise else 0.0)
     gate.reserve(10**5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     parameters = dict(model.named_parameters())
 
     def step() -> None:
+        optimizer.zero_grad()
         contributions = attached(x, y)
         release = gate(contributions)
         if name == "gaussian-weights":
             release = in_parameters(model, release, contributions.draws[0])
-        descend([parameters[n] for n in release], release.values())
+        for path, gradient in release.items():
+            parameters[path].grad = gradient
+        optimizer.step()
 
     return step
 
@@ -121,7 +122,9 @@ def in_parameters(
 
 
 def vmap(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step:
-    parameters = {k: v.detach() for k, v in model.named_parameters()}
+    named = dict(model.named_parameters())
+    parameters = {k: v.detach() for k, v in named.items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
 
     def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         out = torch.func.functional_call(model, parameters, (x.unsqueeze(0),))
@@ -130,6 +133,7 @@ def vmap(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step
     gradients = torch.func.vmap(torch.func.grad(loss), (None, 0, 0), randomness="same")
 
     def step() -> None:
+        optimizer.zero_grad()
         g = gradients(parameters, x, y)
         norms = torch.stack([v.flatten(1).norm(dim=1) for v in g.values()]).norm(dim=0)
         w = (CLIP / norms).clamp(max=1.0)
@@ -137,7 +141,9 @@ def vmap(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step
         if noise:
             for v in sums.values():
                 v += SIGMA * CLIP * torch.randn_like(v)
-        descend(parameters.values(), sums.values())
+        for k, v in sums.items():
+            named[k].grad = v
+        optimizer.step()
 
     return step
 
@@ -210,34 +216,86 @@ def timed(step: Step, device: str) -> float:
     return time.perf_counter() - begin
 
 
-def times(name: str, rounds: int, device: str) -> tuple[float, dict[str, dict[str, float]]]:
-    """Return the plain step's seconds, and per contender its ratios without and with noise."""
-    steps: dict[tuple[str, bool], Step] = {("plain", False): build(name, "plain", False, device)}
-    for contender in CONTENDERS:
-        for noise in (False, True):
-            try:
-                step = build(name, contender, noise, device)
-                step()
-            except Exception as error:
-                print(f"  {contender} cannot run {name}: {type(error).__name__}", flush=True)
-                break
-            steps[contender, noise] = step
-    for step in steps.values():
+def serve(pipe: Connection, name: str, contender: str, noise: bool, device: str) -> None:
+    """Take steps of one contender when asked to, and send what they took."""
+    prepare(device)
+    step = build(name, contender, noise, device)
+
+    def follow() -> float:
         step()
-    seconds: dict[tuple[str, bool], dict[int, float]] = {key: {} for key in steps}
+        return timed(step, device)
+
+    answers = {
+        "step": lambda: timed(step, device),
+        "follow": follow,
+        "memory": lambda: peak(step, device),
+    }
+    for question in iter(pipe.recv, "end"):
+        try:
+            pipe.send(answers[question]())
+        except Exception as error:
+            pipe.send(type(error).__name__)
+
+
+def prepare(device: str) -> None:
+    if device == "cpu":
+        torch.set_num_threads(min(2, os.cpu_count() or 1))
+        torch.empty(31 * 2**18)  # keeps glibc from giving large buffers back after every step
+
+
+class Runner:
+    """A contender in a process of its own, which waits while the others run."""
+
+    def __init__(self, name: str, contender: str, noise: bool, device: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        arguments = (other, name, contender, noise, device)
+        self._process = context.Process(target=serve, args=arguments, daemon=True)
+        self._process.start()
+        other.close()
+
+    def ask(self, question: str) -> float:
+        self._pipe.send(question)
+        answer = self._pipe.recv()
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        return float(answer)
+
+    def end(self) -> None:
+        self._pipe.send("end")
+        self._process.join()
+
+
+def start(name: str, device: str) -> dict[tuple[str, bool], Runner]:
+    """Return every contender that can run the model, without and with noise."""
+    keys = [("plain", False), *((contender, noise) for contender in CONTENDERS for noise in (0, 1))]
+    runners = {(c, bool(noise)): Runner(name, c, bool(noise), device) for c, noise in keys}
+    for (contender, noise), runner in list(runners.items()):
+        try:
+            runner.ask("step")
+        except (EOFError, RuntimeError) as error:
+            runners.pop((contender, noise))
+            if not noise:
+                print(f"  {contender} cannot run {name}: {error or 'it ended'}", flush=True)
+    return runners
+
+
+def times(
+    runners: dict[tuple[str, bool], Runner], rounds: int
+) -> tuple[float, dict[str, dict[str, float]]]:
+    """Return the plain step's seconds, and per contender its ratios without and with noise."""
+    seconds: dict[tuple[str, bool], dict[int, float]] = {key: {} for key in runners}
     slow: set[tuple[str, bool]] = set()
     chance = random.Random(0)
     for index in range(rounds):
-        order = list(steps)
+        order = list(runners)
         chance.shuffle(order)
         for key in order:
-            if key in slow and index % 10:
-                continue
-            if key not in slow:
-                steps[key]()
-            seconds[key][index] = timed(steps[key], device)
+            if key not in slow or index % 10 == 0:
+                question = "step" if key in slow else "follow"
+                seconds[key][index] = runners[key].ask(question)
         if index == 0:
-            slow = {key for key in steps if seconds[key][0] > 10 * seconds["plain", False][0]}
+            slow = {key for key in runners if seconds[key][0] > 10 * seconds["plain", False][0]}
     plain = seconds["plain", False]
     ratios: dict[str, dict[str, float]] = {}
     for (contender, noise), values in seconds.items():
@@ -247,9 +305,8 @@ def times(name: str, rounds: int, device: str) -> tuple[float, dict[str, dict[st
     return statistics.median(plain.values()), ratios
 
 
-def _peak(name: str, contender: str, device: str, results: object) -> None:
-    step = build(name, contender, True, device)
-    step()
+def peak(step: Step, device: str) -> float:
+    """Return the most megabytes a step needs above what stays between steps."""
     gc.collect()
     if device == "cuda":
         torch.cuda.synchronize()
@@ -264,7 +321,7 @@ def _peak(name: str, contender: str, device: str, results: object) -> None:
         before = _status("VmRSS")
         step()
         used = _status("VmHWM") - before
-    results.put(used / 2**20)  # type: ignore[attr-defined]
+    return used / 2**20
 
 
 def _status(field: str) -> int:
@@ -272,25 +329,20 @@ def _status(field: str) -> int:
     return int(re.search(rf"{field}:\s+(\d+) kB", text)[1]) * 1024  # type: ignore[index]
 
 
-def memory(name: str, contender: str, device: str) -> float | None:
-    """Return the peak megabytes of a step above what stays between steps, or None."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    worker = context.Process(target=_peak, args=(name, contender, device, results))
-    worker.start()
-    worker.join(600)
-    return results.get() if worker.exitcode == 0 else None
-
-
 def report(name: str, rounds: int, device: str) -> dict[str, object]:
     title = MODELS[name][0]
-    base, ratios = times(name, rounds, device)
-    rows = {c: {**ratios[c], "memory MB": memory(name, c, device)} for c in ratios}
+    runners = start(name, device)
+    base, ratios = times(runners, rounds)
+    rows: dict[str, dict[str, float | None]] = {c: {**ratios[c]} for c in ratios}
+    for (contender, noise), runner in runners.items():
+        if noise or contender == "plain":
+            rows[contender]["memory MB"] = runner.ask("memory")
+        runner.end()
     print(f"\n**{title}** (plain step {1e3 * base:.1f} ms)\n")
     print("| | clip only | with noise | peak memory |\n|---|---|---|---|")
     plain_memory = rows["plain"]["memory MB"]
     for contender, row in rows.items():
-        used = row["memory MB"]
+        used = row.get("memory MB")
         share = f"{used:.0f} MB ({used / plain_memory:.2f} x)" if used and plain_memory else "-"
         values = [f"{row[k]:.2f}" if k in row else "-" for k in ("clip only", "with noise")]
         print(f"| {contender} | {' | '.join(values)} | {share} |", flush=True)
@@ -306,9 +358,8 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    prepare(arguments.device)
     if arguments.device == "cpu":
-        torch.set_num_threads(min(2, os.cpu_count() or 1))
-        torch.empty(31 * 2**18)  # keeps glibc from giving large buffers back after every step
         print(f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}")
     else:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")

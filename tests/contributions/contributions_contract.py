@@ -91,7 +91,8 @@ def assert_matches(c: Contributions, truth: Truth, sums: float = 1e-5, low=1e-6,
         assert (squared.sqrt() >= part * (1 - low) - 1e-6 * expected).all(), name
         assert (squared.sqrt() <= part * (1 + high) + high / 2 * expected).all(), name
     w = torch.linspace(-0.5, 1.5, size)
-    result = c.weighted_sum(w)
+    result = c.weighted_sum(w.clone().requires_grad_())
+    assert not any(t.requires_grad for t in (norms, *result.values()))
     assert {n: v.shape for n, v in result.items()} == dict(c.shapes)
     assert all(v.dtype in (torch.float32, torch.float64) for v in result.values())
     scale = (w.abs().double()[:, None] * matrix.abs()).sum(0).norm()

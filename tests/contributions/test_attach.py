@@ -365,6 +365,12 @@ def test_bad_arguments_name_the_cure():
         attach(model, "categorical")(data(6)[0], torch.zeros(3, dtype=torch.long))
 
 
+@pytest.mark.parametrize("x", [[[0.0] * 6] * 4, torch.tensor(0.0), (torch.zeros(4, 6), 3)])
+def test_inputs_are_tensors_with_a_row_per_example(x):
+    with pytest.raises(TypeError, match="give tensors with a row per example"):
+        attach(nn.Linear(6, 3), "categorical")(x, torch.zeros(4, dtype=torch.long))
+
+
 def test_gaussian_draws_come_from_their_generator_only():
     model = nn.Sequential(GaussianLinear(6, 3))
     x, y = data(6)

@@ -148,7 +148,9 @@ class DenseContributions(Contributions):
         """Return sum_i w_i c_i per released name, in float32 or better."""
         with full_precision(self.device):
             return {
-                name: (values.to(self._flat[name]) @ self._flat[name]).view(self.shapes[name])
+                name: (values.detach().to(self._flat[name]) @ self._flat[name]).view(
+                    self.shapes[name]
+                )
                 for name, values in self.per_name(w).items()
             }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -57,7 +58,8 @@ class NetworkContributions(Contributions):
             for name in data_free
             if name not in seen and batch_size
         ]
-        self._sites = merge([*sites, *unused])
+        # Small sums first: after a large product they would find nothing in the caches.
+        self._sites = sorted(merge([*sites, *unused]), key=attrgetter("large"))
         for site in self._sites:
             site.data_free = {n: d.detach() for n, d in data_free.items() if n in site.shapes}
 

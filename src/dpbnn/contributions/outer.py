@@ -92,23 +92,27 @@ def weighted_factors(a: Tensor, g: Tensor, w: Tensor, bad: Tensor) -> tuple[Tens
 
 
 class LinearFactors(Factors):
-    """A linear map, a [batch, T, columns] and g [batch, T, rows]."""
+    """A linear map, a [batch, T, columns] and g [batch, T, rows], without T where there is one."""
 
     def __init__(
         self, a: Tensor, g: Tensor, g_squares: Tensor, scale: Tensor | None = None
     ) -> None:
         self.a, self.g, self.g_squares, self.scale, self.groups = a, g, g_squares, scale, 1
         self.version = a._version
-        self.positions, self.columns, self.rows = a.shape[1], a.shape[2], g.shape[2]
+        self.positions = 1 if a.dim() == 2 else a.shape[1]
+        self.columns, self.rows = a.shape[-1], g.shape[-1]
 
     def factors(self, examples: slice) -> tuple[Tensor, Tensor]:
         """Return a [batch * groups, T, columns] and g [batch * groups, T, rows]."""
-        return self.a[examples], self.g[examples]
+        a, g = self.a[examples], self.g[examples]
+        return (a.unsqueeze(1), g.unsqueeze(1)) if a.dim() == 2 else (a, g)
 
     def summed(self, w: Tensor, bad: Tensor) -> Tensor:
         """Return sum_i w_i G_i = (w g)^T a."""
         a, g = weighted_factors(self.a, self.g, w, bad)
-        return torch.mm(g.flatten(0, 1).T, a.flatten(0, 1))
+        if a.dim() > 2:
+            a, g = a.flatten(0, 1), g.flatten(0, 1)
+        return torch.mm(g.T, a)
 
     def magnitude(self) -> Tensor:
         """Return a bound on sum_t |a_t| |g_t| per example (float64)."""
@@ -247,7 +251,7 @@ class Outer(Instantiated):
 
     @property
     def _rank_one(self) -> bool:
-        return all(isinstance(t, LinearFactors) and t.positions == 1 for t in self.terms)
+        return all(isinstance(t, LinearFactors) and t.a.dim() == 2 for t in self.terms)
 
     def _choose(self) -> str:
         special = self._scaled or bool(self.data_free)
@@ -312,15 +316,15 @@ class Outer(Instantiated):
         term = self.terms[0]
         if not index or term.scale is None:
             return product
-        a, g = term.a[:, 0], term.g[:, 0]
+        a, g = term.a, term.g
         scaled = (a.square() @ term.scale.square().T).mul_(g).mul_(g).sum(1).double()
         return scaled + 64 * torch.finfo(torch.float32).tiny * (1 + product)
 
     def _paired(self, index: int) -> Tensor:
         total = torch.zeros(self.batch, dtype=torch.float64, device=self.terms[0].g.device)
         for (r, one), (s, two) in combinations_with_replacement(enumerate(self.terms), 2):
-            a = one.a[:, 0].double() * two.a[:, 0]
-            g = one.g[:, 0].double() * two.g[:, 0]
+            a = one.a.double() * two.a
+            g = one.g.double() * two.g
             if index and one.scale is not None and two.scale is not None:
                 value = (a @ (one.scale.double() * two.scale).T * g).sum(1)
             else:
@@ -331,7 +335,7 @@ class Outer(Instantiated):
     def _cross(self, index: int, constant: Tensor) -> Tensor:
         total = torch.zeros(self.batch, dtype=torch.float64, device=constant.device)
         for term in self.terms:
-            a, g = term.a[:, 0], term.g[:, 0]
+            a, g = term.a, term.g
             d = constant.to(g)
             if index and term.scale is not None:
                 d = d * term.scale
@@ -451,6 +455,6 @@ class Outer(Instantiated):
         if not plain or not isinstance(other, Outer):
             return super().inner(other, bad, other_bad)
         one, two = self.terms[0], other.terms[0]
-        a = one.a[:, 0].double() @ two.a[:, 0].double().T
-        g = one.g[:, 0].double() @ two.g[:, 0].double().T
+        a = one.a.double() @ two.a.double().T
+        g = one.g.double() @ two.g.double().T
         return without(without(a.mul_(g), bad), other_bad, 1)

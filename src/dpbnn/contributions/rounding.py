@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def _underflow(terms: int, device: torch.device) -> Tensor:
     """Return what squares of that many numbers can lose by being too small for float32."""
     with torch.inference_mode(False):
         tiny = terms * torch.finfo(torch.float32).tiny
-        return torch.tensor(tiny, dtype=torch.float64, device=device)
+        return torch.tensor([tiny], dtype=torch.float64, device=device)
 
 
 def row_squares(t: Tensor) -> Tensor:
@@ -37,8 +37,8 @@ def row_squares(t: Tensor) -> Tensor:
 
     Sums of squares beyond float32 come out infinite and count as non-finite.
     """
-    rows = torch.linalg.vector_norm(accurate(t), dim=-1).double()
-    return torch.addcmul(_underflow(t.shape[-1], t.device), rows, rows)
+    rows = torch.linalg.vector_norm(accurate(t), dim=-1)
+    return torch.addcmul(_underflow(t.shape[-1], t.device), rows, rows)  # float64 as its first
 
 
 def squares(t: Tensor) -> Tensor:
@@ -79,6 +79,9 @@ _SWITCHES: dict[str, list[Any]] = {
 }
 
 
+_AS_IT_IS = nullcontext()
+
+
 def full_precision(device: torch.device) -> AbstractContextManager[None]:
     """Accumulate in float32 or better: no TF32, no bf16 products, no autocast."""
     reduced = [
@@ -88,12 +91,12 @@ def full_precision(device: torch.device) -> AbstractContextManager[None]:
     ]
     if reduced or torch.is_autocast_enabled(device.type):
         return _raised_precision(device, reduced)
-    return torch.no_grad()
+    return _AS_IT_IS
 
 
 @contextmanager
 def _raised_precision(device: torch.device, reduced: list[tuple[Any, str]]) -> Iterator[None]:
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False):
         try:
             for switch, _ in reduced:
                 switch.fp32_precision = "ieee"

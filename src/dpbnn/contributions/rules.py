@@ -14,7 +14,7 @@ from dpbnn.contributions.base import UnsupportedModel
 from dpbnn.contributions.outer import ConvFactors, Factors, LinearFactors, Outer, Window
 from dpbnn.contributions.rounding import accurate, squares
 from dpbnn.contributions.sites import Direct, Rows, Site, summed_positions
-from dpbnn.contributions.tape import Discovery, Tape
+from dpbnn.contributions.tape import Build, Discovery, Tape
 from dpbnn.networks import GaussianConv2d, GaussianLayer, GaussianLinear, LearnedNoise
 
 Recorder = Tape | Discovery
@@ -41,21 +41,19 @@ class Unit:
 
 
 def _affine(
-    unit: Unit,
     factors: Callable[[Tensor, Tensor, Tensor], Factors],
     shape: torch.Size,
     weight: list[str | None],
     bias: list[str | None],
-    positions: Callable[[Tensor], tuple[Tensor, int]],
+    positions: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | float]],
     bias_scale: Tensor | None = None,
 ) -> Callable[[Tensor, Tensor], list[Site]]:
     def build(a: Tensor, g: Tensor) -> list[Site]:
         sites: list[Site] = []
         squared = squares(g)
         if any(bias):
-            h, axis = positions(g)
-            gradient, slack = summed_positions(h, axis, squared)
-            known = squared if bias[0] and h.shape[axis] == 1 else None
+            gradient, slack = positions(g, squared)
+            known = squared if bias[0] and gradient.numel() == g.numel() else None
             sites.append(Direct(bias, [(gradient, bias_scale, slack)], known))
         if any(weight):
             sites.append(Outer(weight, shape, [factors(accurate(a), g, squared)]))
@@ -65,27 +63,36 @@ def _affine(
 
 
 def _rows(t: Tensor) -> Tensor:
-    return t.flatten(1, -2)
+    """Return [batch, T, width], or [batch, width] where T = 1."""
+    if t.dim() == 2:
+        return t
+    rows = t.flatten(1, -2)
+    return rows[:, 0] if rows.shape[1] == 1 else rows
+
+
+def _over_rows(g: Tensor, squared: Tensor) -> tuple[Tensor, Tensor | float]:
+    rows = _rows(g)
+    return (rows, 0.0) if rows.dim() == 2 else summed_positions(rows, 1, squared)
 
 
 def _linear_build(
-    unit: Unit,
     shape: torch.Size,
     weight: list[str | None],
     bias: list[str | None],
     scale: Tensor | None = None,
     bias_scale: Tensor | None = None,
-) -> Callable[[Tensor, Tensor], list[Site]]:
+) -> Build:
     def factors(a: Tensor, g: Tensor, squared: Tensor) -> Factors:
         return LinearFactors(_rows(a), _rows(g), squared, scale)
 
-    return _affine(unit, factors, shape, weight, bias, lambda g: (_rows(g), 1), bias_scale)
+    inner = _affine(factors, shape, weight, bias, _over_rows, bias_scale)
+    return lambda a, g, several: inner(a, g)
 
 
 def linear(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
     """Linear: G = sum_t g_t a_t^T, bias sum_t g_t."""
     assert isinstance(module, nn.Linear)
-    build = _linear_build(unit, module.weight.shape, unit.released("weight"), unit.released("bias"))
+    build = _linear_build(module.weight.shape, unit.released("weight"), unit.released("bias"))
 
     def forward(input: Tensor) -> Tensor:
         return tape.tap(unit.path, input, F.linear(input, module.weight, module.bias), build)
@@ -93,8 +100,12 @@ def linear(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
     return forward
 
 
-def _pixels(g: Tensor) -> tuple[Tensor, int]:
-    return (g[:, 0].flatten(2) if g.dim() > 3 else g[:, 0].unsqueeze(2)), 2
+def _pixels(t: Tensor) -> Tensor:
+    return t.flatten(2) if t.dim() > 2 else t.unsqueeze(2)
+
+
+def _over_pixels(g: Tensor, squared: Tensor) -> tuple[Tensor, Tensor | float]:
+    return summed_positions(_pixels(g), 2, squared)
 
 
 def _conv_build(
@@ -106,23 +117,23 @@ def _conv_build(
     bias: list[str | None],
     scale: Tensor | None = None,
     bias_scale: Tensor | None = None,
-) -> Callable[[Tensor, Tensor], list[Site]]:
+) -> Build:
     window = Window(shape, module.stride, padding, module.dilation, module.groups)
 
     def factors(a: Tensor, g: Tensor, squared: Tensor) -> Factors:
-        return ConvFactors(a[:, 0], g[:, 0], squared, window, scale)
+        return ConvFactors(a, g, squared, window, scale)
 
-    inner = _affine(unit, factors, shape, weight, bias, _pixels, bias_scale)
+    inner = _affine(factors, shape, weight, bias, _over_pixels, bias_scale)
 
-    def build(a: Tensor, g: Tensor) -> list[Site]:
-        _one_per_example(unit, module, g)
+    def build(a: Tensor, g: Tensor, several: bool) -> list[Site]:
+        _one_per_example(unit, module, several)
         return inner(a, g)
 
     return build
 
 
-def _one_per_example(unit: Unit, module: nn.Module, g: Tensor) -> None:
-    if g.shape[1] != 1:
+def _one_per_example(unit: Unit, module: nn.Module, several: bool) -> None:
+    if several:
         raise UnsupportedModel(
             f"{unit.path!r} ({type(module).__name__}) sees several rows per example on its batch "
             "axis; keep one row per example, or wrap the reshaping and the layer in one module."
@@ -197,7 +208,7 @@ def gaussian(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
             x, padding = _padded(module, x)
             build = _conv_build(module, unit, shape, padding, *common)
         else:
-            build = _linear_build(unit, shape, *common)
+            build = _linear_build(shape, *common)
         return tape.tap(unit.path, x, z, build)
 
     return forward
@@ -212,8 +223,9 @@ def embedding(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
             "gradients are not taken per example; use an Embedding without them."
         )
 
-    def build(a: Tensor, g: Tensor) -> list[Site]:
-        indices, g = a.flatten(1).long(), g.flatten(1, -2)
+    def build(a: Tensor, g: Tensor, several: bool) -> list[Site]:
+        g = g.reshape(len(g), -1, g.shape[-1])
+        indices = a.reshape(len(g), -1).long()
         if module.padding_idx is not None:
             g = g.masked_fill((indices == module.padding_idx).unsqueeze(-1), 0.0)
         return [Rows(unit.names["weight"], module.weight.shape, indices, g)]
@@ -238,14 +250,14 @@ def trailing_norm(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
     root_mean_square = isinstance(module, nn.RMSNorm)
     weight, bias = unit.released("weight", "bias")
 
-    def build(a: Tensor, g: Tensor) -> list[Site]:
-        axes = len(layer.normalized_shape)
-        g = g.flatten(1, g.dim() - axes - 1)
+    def build(a: Tensor, g: Tensor, several: bool) -> list[Site]:
+        shape = (len(g), -1, *layer.normalized_shape)
+        g = g.reshape(shape)
         sites = _direct(bias, g, 1)
         if weight is not None:
             normal = F.rms_norm if root_mean_square else F.layer_norm
             eps = torch.finfo(a.dtype).eps if layer.eps is None else layer.eps
-            a = accurate(a).flatten(1, a.dim() - axes - 1)
+            a = accurate(a).reshape(shape)
             sites += _direct(weight, normal(a, layer.normalized_shape, eps=eps).mul_(g), 1)
         return sites
 
@@ -260,14 +272,14 @@ def channel_norm(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
     layer: Any = module
     weight, bias = unit.released("weight", "bias")
 
-    def build(a: Tensor, g: Tensor) -> list[Site]:
-        _one_per_example(unit, module, g)
-        sites = _direct(bias, *_pixels(g))
+    def build(a: Tensor, g: Tensor, several: bool) -> list[Site]:
+        _one_per_example(unit, module, several)
+        sites = _direct(bias, _pixels(g), 2)
         if weight is not None:
-            a = accurate(a[:, 0])
+            a = accurate(a)
             groups = layer.num_groups if isinstance(module, nn.GroupNorm) else a.shape[1]
-            normal = F.group_norm(a, groups, eps=layer.eps).unsqueeze(1)
-            sites += _direct(weight, *_pixels(normal.mul_(g)))
+            normal = F.group_norm(a, groups, eps=layer.eps)
+            sites += _direct(weight, _pixels(normal.mul_(g)), 2)
         return sites
 
     def forward(input: Tensor) -> Tensor:
@@ -281,8 +293,8 @@ def learned_noise(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
     assert isinstance(module, LearnedNoise)
     name, width = unit.names["log_variance"], len(module.log_variance)
 
-    def build(a: Tensor, g: Tensor) -> list[Site]:
-        return _direct(name, _rows(g)[..., -width:], 1)
+    def build(a: Tensor, g: Tensor, several: bool) -> list[Site]:
+        return _direct(name, g.reshape(len(g), -1, g.shape[-1])[..., -width:], 1)
 
     def forward(x: Tensor) -> Tensor:
         return tape.tap(unit.path, x, LearnedNoise.forward(module, x), build)
@@ -298,7 +310,7 @@ def attention(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
     def project(
         path: str, x: Tensor, w: Tensor, b: Tensor | None, names: list[str | None]
     ) -> Tensor:
-        build = _linear_build(unit, w.shape, names[:1], names[1:])
+        build = _linear_build(w.shape, names[:1], names[1:])
         return tape.tap(f"{unit.path}.{path}", x, F.linear(x, w, b), build)
 
     def packed(*inputs: Tensor) -> tuple[Tensor, ...]:

@@ -27,8 +27,10 @@ class Site(ABC):
         shapes: released names and their shapes.
         batch: number of examples.
         data_free: data-independent gradients D added to every example's contribution.
+        large: whether its sum is a large product.
     """
 
+    large = True
     shapes: dict[str, torch.Size]
     batch: int
     data_free: dict[str, Tensor]
@@ -114,6 +116,8 @@ class Direct(Instantiated):
     where they are known.
     """
 
+    large = False
+
     def __init__(
         self,
         names: Sequence[str | None],
@@ -173,7 +177,8 @@ class Direct(Instantiated):
                     continue
                 key = id(w[name])
                 if key not in done:
-                    done[key] = (w[name].to(flat) @ flat).view(self.shapes[name])
+                    weights = w[name].to(flat).unsqueeze(0)  # mm has more threads than mv
+                    done[key] = torch.mm(weights, flat).view(self.shapes[name])
                 value = done[key] * scale if index and scale is not None else done[key]
                 sums[name] = sums[name] + value if name in sums else value
         return sums

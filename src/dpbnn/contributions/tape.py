@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +18,9 @@ from dpbnn.contributions.sites import Site
 
 Key = tuple[str, int]
 """A module's path and which of its calls."""
-Build = Callable[[Tensor, Tensor], list[Site]]
+Build = Callable[[Tensor, Tensor, bool], list[Site]]
+"""Makes sites of an input a and an output gradient g: [batch, ...], or [batch, m, ...] where the
+flag says that there are m rows per example."""
 Draw = dict[str, dict[str, Tensor]]
 """Standard normal draws of the Gaussian layers, by module path and weight."""
 
@@ -48,7 +50,7 @@ class Discovery:
     def __init__(self, batch: int, draw: Draw) -> None:
         self.batch, self.draw = batch, draw
         self.shapes: dict[Key, torch.Size] = {}
-        self._calls: Counter[str] = Counter()
+        self._calls: defaultdict[str, int] = defaultdict(int)
 
     def layout(self, path: str, t: Tensor) -> str:
         """Note the shape of one tensor."""
@@ -103,7 +105,7 @@ class Tape:
         self, batch: int, draw: Draw, layouts: Mapping[Key, str], describe: Callable[[str], str]
     ) -> None:
         self.batch, self.draw, self._layouts, self._describe = batch, draw, layouts, describe
-        self._calls: Counter[str] = Counter()
+        self._calls: defaultdict[str, int] = defaultdict(int)
         self._taps: list[tuple[GradientEdge, Tensor, int, str, str, Build]] = []
 
     def layout(self, path: str, t: Tensor) -> str:
@@ -119,7 +121,7 @@ class Tape:
         return layout
 
     def tap(self, path: str, a: Tensor, z: Tensor, build: Build) -> Tensor:
-        """Record one call; `build(a, g)` gets both as [batch, m, ...] after the backward pass."""
+        """Record one call; `build` gets input and output gradient after the backward pass."""
         layout = self.layout(path, z)
         if layout == "shared":
             z = _stacked(z, self.batch, a.dim() > 1 and z.shape[0] == 1)
@@ -154,13 +156,14 @@ class Tape:
             if g is not None:
                 g = g.contiguous() if 0 in g.stride() else g
                 g = accurate(self._batched(g, layout, path, gradient=True))
-                result += build(self._batched(a, layout, path), g)
+                several = layout in ("second", "folded")
+                result += build(self._batched(a, layout, path), g, several)
         return result
 
     def _batched(self, t: Tensor, layout: str, path: str, gradient: bool = False) -> Tensor:
         batch = self.batch
         if layout == "first" and t.shape[0] == batch:
-            return t.unsqueeze(1)
+            return t
         if layout == "shared" and not gradient:
             t = _stacked(t, batch, t.shape[0] == 1 and t.dim() > 1)
         if layout == "second":
@@ -176,7 +179,7 @@ class Tape:
                 f"{self._describe(path)} sees {tuple(t.shape)} for {batch} examples; "
                 "keep examples on the same axis for every batch."
             )
-        return t if layout == "second" else t.unsqueeze(1)
+        return t
 
 
 def _stacked(t: Tensor, batch: int, leading: bool) -> Tensor:

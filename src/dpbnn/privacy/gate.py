@@ -175,19 +175,19 @@ class Gate:
                 f"noise_multiplier={sigma:g}: another value was reserved for this release; "
                 f"reserve in the order of use"
             )
-        event = self._event(sigma, 1, self.step)
-        self.step += 1
+        step, self.step = self.step, self.step + 1
         observer = OBSERVER.get()
         norms: list[Tensor] = []
         sums = self._clipped_sum(contributions, records, observer, norms)
         if observer is not None:
-            release = observer.release(self, event, sums)
+            release = observer.release(self, self._event(sigma, 1, step), sums)
         else:
             release = self._noised(sums, sigma)
         if mean and self.sampler is not None:
             release = {n: value / self.sampler.batch_size for n, value in release.items()}
         for watcher in self._watchers:
-            watcher(event, self.clip, torch.cat(norms) if norms else torch.zeros(0))
+            seen = torch.cat(norms) if norms else torch.zeros(0)
+            watcher(self._event(sigma, 1, step), self.clip, seen)
         return release
 
     def statement(self, **details: Any) -> PrivacyStatement:
@@ -282,7 +282,7 @@ class Gate:
 
 def _factor(norms: Tensor, clip: float) -> Tensor:
     """Return min(1, C/|c_i|), and 0 where the norm is not finite."""
-    return (clip / norms).clamp_(max=1.0).nan_to_num_(0.0)
+    return norms.reciprocal().mul_(clip).clamp_(max=1.0).nan_to_num_(0.0)
 
 
 def _clipped_norms(chunk: Clippable, w: Tensor | dict[str, Tensor]) -> Tensor:

@@ -39,13 +39,13 @@ _Words = NDArray[np.uint8]
 _SIGNED = {torch.float32: torch.int32, torch.float64: torch.int64}
 _KEY_BYTES = 32
 _DEBUG = b"dpbnn debug"  # how the key of a seeded source begins
-_PAIRS = 1 << 20  # pairs of normals per chunk: few calls, and much of it stays in caches
-_CHUNKS = 2  # chunks whose words are drawn at once
+_PAIRS = 1 << 21  # pairs of normals per chunk: few calls, little memory
 _BLOCK = 32  # bytes of the stream that can be read by themselves
 _EDGE = 1 << 10  # radius words below this get 64 more bits
 _FAR = 3.905  # below the radius of every word that comes before _EDGE
 _MOST = torch.tensor(2.0**32 + 512, device="cpu")  # above every word: u < 1 and radius > 0
 _ZEROS = np.zeros(1 << 20, np.uint8)
+_ZEROS_AT = _ZEROS.ctypes.data
 _SHARE = 1 << 19  # bytes below which a thread of its own is not worth it
 _FEW = 1 << 12  # numbers below which torch's own generator is quicker
 _LOCAL = threading.local()
@@ -65,25 +65,29 @@ def _load_libcrypto() -> ctypes.CDLL | None:
         library.EVP_EncryptUpdate.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int]
         block = np.empty(16, np.uint8)
         counter = int.from_bytes(bytes(17 * i for i in range(16)), "big")
-        _aes(library, bytes(range(16)), counter, block)
+        _aes(library, bytes(range(16)), counter, block.ctypes.data, block.size)
     except (ImportError, AttributeError, OSError, RuntimeError):
         return None
     return library if block.tobytes().hex() == "69c4e0d86a7b0430d8cdb78070b4c55a" else None
 
 
-def _aes(library: ctypes.CDLL, key: bytes, counter: int, out: _Words) -> None:
-    """Fill `out` with AES-128-CTR(key) from block `counter` on; runs without Python's lock."""
+def _aes(library: ctypes.CDLL, key: bytes, counter: int, address: int, size: int) -> None:
+    """Write `size` bytes of AES-128-CTR(key), from block `counter` on, to an address.
+
+    Runs without Python's lock.
+    """
     written = ctypes.c_int()
+    done, end = ctypes.addressof(written), address + size
     context = library.EVP_CIPHER_CTX_new()
     try:
         ok = library.EVP_EncryptInit_ex(
             context, library.EVP_aes_128_ctr(), None, key, counter.to_bytes(16, "big")
         )
-        target, zeros, done = out.ctypes.data, _ZEROS.ctypes.data, ctypes.addressof(written)
-        for start in range(0, out.size, _ZEROS.size):
-            size = min(_ZEROS.size, out.size - start)
-            ok &= library.EVP_EncryptUpdate(context, target + start, done, zeros, size)
+        while address < end:
+            size = min(_ZEROS.size, end - address)
+            ok &= library.EVP_EncryptUpdate(context, address, done, _ZEROS_AT, size)
             ok &= written.value == size
+            address += size
     finally:
         library.EVP_CIPHER_CTX_free(context)
     if ok != 1:
@@ -109,18 +113,18 @@ def _fill(key: bytes, offset: int, out: _Words) -> None:
     if threads < 2:
         return _fill_serially(key, offset, out)
     step = -(-out.size // (threads * _BLOCK)) * _BLOCK
-    parts = iter(range(0, out.size, step))
+    parts = iter([(start, out[start : start + step]) for start in range(0, out.size, step)])
 
     def work() -> None:
-        for start in parts:
-            _fill_serially(key, offset + start, out[start : start + step])
+        for start, part in parts:
+            _fill_serially(key, offset + start, part)
 
     return run_on_team(work)
 
 
 def _fill_serially(key: bytes, offset: int, out: _Words) -> None:
     if _LIBCRYPTO is not None:
-        _aes(_LIBCRYPTO, key, offset // 16, out)
+        _aes(_LIBCRYPTO, key, offset // 16, out.ctypes.data, out.size)
     else:
         philox = np.random.Philox(key=int.from_bytes(key, "big"), counter=offset // _BLOCK)
         out.view(np.uint64)[:] = philox.random_raw(out.size // 8)
@@ -159,13 +163,13 @@ def _empty(size: int) -> _Words:
         return torch.empty(size, dtype=torch.uint8, device="cpu").numpy()
 
 
-def _scratch(dtype: torch.dtype, size: int, pairs: int) -> tuple[_Words, Tensor]:
-    """Return this thread's memory: bytes for words drawn at once, and a number per pair."""
+def _scratch(dtype: torch.dtype, pairs: int) -> tuple[_Words, Tensor]:
+    """Return this thread's memory for some pairs: their words, and a number for each."""
     kept: dict[torch.dtype, tuple[_Words, Tensor]] = _LOCAL.__dict__.setdefault("kept", {})
-    words, wave = kept.get(dtype, (None, None))
-    if words is None or wave is None or words.size < size or wave.numel() < pairs:
+    if dtype not in kept or kept[dtype][1].numel() < pairs:
         with torch.inference_mode(False):
-            kept[dtype] = _empty(size), torch.empty(pairs, dtype=dtype, device="cpu")
+            wave = torch.empty(pairs, dtype=dtype, device="cpu")
+            kept[dtype] = _empty(_word_bytes(2 * pairs, dtype)), wave
     return kept[dtype]
 
 
@@ -184,20 +188,16 @@ def _add_gaussian(
     for flat, _ in flats:
         starts.append(starts[-1] + flat.numel())
     total = starts.pop()
-    most = 2 * _PAIRS * _CHUNKS
-    buffer, scratch = _scratch(
-        dtype, _word_bytes(min(most, total), dtype), min(_PAIRS, -(-total // 2))
-    )
+    buffer, scratch = _scratch(dtype, min(_PAIRS, -(-total // 2)))
     for begin in range(0, total, 2 * _PAIRS):
         elements = min(2 * _PAIRS, total - begin)
         pairs = -(-elements // 2)
         first, size = begin * dtype.itemsize, _word_bytes(elements, dtype)
         if ahead is None:
-            first = begin % most * dtype.itemsize
-            if not first:
-                drawn = _word_bytes(min(most, total - begin), dtype)
-                _fill(key, begin * dtype.itemsize, buffer[:drawn])
-        words = (buffer if ahead is None else ahead)[first : first + size]
+            words = buffer[:size]
+            _fill(key, first, words)
+        else:
+            words = ahead[first : first + size]
         integers = torch.from_numpy(words).view(signed)
         numbers = integers.view(dtype)
         radius, angle = numbers[:pairs], numbers[pairs:]
