@@ -81,9 +81,9 @@ def plain(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Ste
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
 
     def step() -> None:
-        optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
+        optimizer.zero_grad()
 
     return step
 
@@ -97,7 +97,6 @@ def ours(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step
     parameters = dict(model.named_parameters())
 
     def step() -> None:
-        optimizer.zero_grad()
         contributions = attached(x, y)
         release = gate(contributions)
         if name == "gaussian-weights":
@@ -105,6 +104,7 @@ def ours(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step
         for path, gradient in release.items():
             parameters[path].grad = gradient
         optimizer.step()
+        optimizer.zero_grad()
 
     return step
 
@@ -133,7 +133,6 @@ def vmap(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step
     gradients = torch.func.vmap(torch.func.grad(loss), (None, 0, 0), randomness="same")
 
     def step() -> None:
-        optimizer.zero_grad()
         g = gradients(parameters, x, y)
         norms = torch.stack([v.flatten(1).norm(dim=1) for v in g.values()]).norm(dim=0)
         w = (CLIP / norms).clamp(max=1.0)
@@ -144,6 +143,7 @@ def vmap(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step
         for k, v in sums.items():
             named[k].grad = v
         optimizer.step()
+        optimizer.zero_grad()
 
     return step
 
@@ -160,9 +160,9 @@ def opacus_hooks(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool)
     )
 
     def step() -> None:
-        optimizer.zero_grad()
         F.cross_entropy(wrapped(x), y).backward()
         optimizer.step()
+        optimizer.zero_grad()
 
     return step
 
@@ -183,9 +183,9 @@ def opacus_ghost(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool)
     criterion = DPLossFastGradientClipping(wrapped, optimizer, nn.CrossEntropyLoss())
 
     def step() -> None:
-        optimizer.zero_grad()
         criterion(wrapped(x), y).backward()
         optimizer.step()
+        optimizer.zero_grad()
 
     return step
 
@@ -219,20 +219,16 @@ def timed(step: Step, device: str) -> float:
 def serve(pipe: Connection, name: str, contender: str, noise: bool, device: str) -> None:
     """Take steps of one contender when asked to, and send what they took."""
     prepare(device)
-    step = build(name, contender, noise, device)
-
-    def follow() -> float:
-        step()
-        return timed(step, device)
-
-    answers = {
-        "step": lambda: timed(step, device),
-        "follow": follow,
-        "memory": lambda: peak(step, device),
-    }
+    step: Step | None = None
     for question in iter(pipe.recv, "end"):
         try:
-            pipe.send(answers[question]())
+            step = step or build(name, contender, noise, device)
+            if question == "memory":
+                pipe.send(peak(step, device))
+                continue
+            if question == "follow":
+                step()
+            pipe.send(timed(step, device))
         except Exception as error:
             pipe.send(type(error).__name__)
 
@@ -262,7 +258,8 @@ class Runner:
         return float(answer)
 
     def end(self) -> None:
-        self._pipe.send("end")
+        if self._process.is_alive():
+            self._pipe.send("end")
         self._process.join()
 
 
@@ -274,7 +271,7 @@ def start(name: str, device: str) -> dict[tuple[str, bool], Runner]:
         try:
             runner.ask("step")
         except (EOFError, RuntimeError) as error:
-            runners.pop((contender, noise))
+            runners.pop((contender, noise)).end()
             if not noise:
                 print(f"  {contender} cannot run {name}: {error or 'it ended'}", flush=True)
     return runners
