@@ -1,6 +1,7 @@
 """What per-example clipping costs, side by side with other libraries, in one interleaved run.
 
-    python -m benchmarks.clipping [--device cuda] [--rounds 30] [--models mlp,cnn] [--json FILE]
+    python -m benchmarks.clipping [--device cuda] [--rounds 60] [--models mlp,cnn]
+        [--contenders dpbnn] [--json FILE]
 
 A step is a whole training step: forward, backward, clipping, sum, noise, and the update of the
 parameters by torch.optim.SGD. Times are ratios to the plain non-private step of the same model;
@@ -263,10 +264,10 @@ class Runner:
         self._process.join()
 
 
-def start(name: str, device: str) -> dict[tuple[str, bool], Runner]:
-    """Return every contender that can run the model, without and with noise."""
-    keys = [("plain", False), *((contender, noise) for contender in CONTENDERS for noise in (0, 1))]
-    runners = {(c, bool(noise)): Runner(name, c, bool(noise), device) for c, noise in keys}
+def start(name: str, contenders: list[str], device: str) -> dict[tuple[str, bool], Runner]:
+    """Return the plain step and every contender that can run the model, without and with noise."""
+    keys = [("plain", False), *((c, noise) for c in contenders for noise in (False, True))]
+    runners = {(c, noise): Runner(name, c, noise, device) for c, noise in keys}
     for (contender, noise), runner in list(runners.items()):
         try:
             runner.ask("step")
@@ -288,7 +289,7 @@ def times(
         order = list(runners)
         chance.shuffle(order)
         for key in order:
-            if key not in slow or index % 10 == 0:
+            if key not in slow or index % 20 == 0:
                 question = "step" if key in slow else "follow"
                 seconds[key][index] = runners[key].ask(question)
         if index == 0:
@@ -326,9 +327,9 @@ def _status(field: str) -> int:
     return int(re.search(rf"{field}:\s+(\d+) kB", text)[1]) * 1024  # type: ignore[index]
 
 
-def report(name: str, rounds: int, device: str) -> dict[str, object]:
+def report(name: str, contenders: list[str], rounds: int, device: str) -> dict[str, object]:
     title = MODELS[name][0]
-    runners = start(name, device)
+    runners = start(name, contenders, device)
     base, ratios = times(runners, rounds)
     rows: dict[str, dict[str, float | None]] = {c: {**ratios[c]} for c in ratios}
     for (contender, noise), runner in runners.items():
@@ -351,8 +352,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--contenders", default=",".join(CONTENDERS))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     prepare(arguments.device)
@@ -361,7 +363,7 @@ def main() -> None:
     else:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     results = {
-        name: report(name, arguments.rounds, arguments.device)
+        name: report(name, arguments.contenders.split(","), arguments.rounds, arguments.device)
         for name in arguments.models.split(",")
     }
     if arguments.json:
