@@ -79,8 +79,12 @@ def _modules(model: nn.Module) -> list[nn.Module]:
 
 
 def _flags(modules: Iterable[nn.Module]) -> list[bool]:
-    held = [p for module in modules for p in module._parameters.values()]
-    return [p.requires_grad for p in held if p is not None]
+    return [
+        parameter.requires_grad
+        for module in modules
+        for parameter in module._parameters.values()
+        if parameter is not None
+    ]
 
 
 _STATEFUL = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)

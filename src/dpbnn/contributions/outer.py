@@ -26,7 +26,7 @@ class Factors(ABC):
 
     Attributes:
         a, g: as recorded.
-        g_squares: |g|^2 of every example.
+        a_squares, g_squares: |a|^2 and |g|^2 of every example.
         scale: k = e * d std / d rho of this draw, shaped like the weight; or None.
         groups, positions, columns, rows: G consists of `groups` blocks [rows, columns].
         version: of a, when it was recorded.
@@ -35,6 +35,7 @@ class Factors(ABC):
     version: int
     a: Tensor
     g: Tensor
+    a_squares: Tensor
     g_squares: Tensor
     scale: Tensor | None
     groups: int
@@ -95,9 +96,15 @@ class LinearFactors(Factors):
     """A linear map, a [batch, T, columns] and g [batch, T, rows], without T where there is one."""
 
     def __init__(
-        self, a: Tensor, g: Tensor, g_squares: Tensor, scale: Tensor | None = None
+        self,
+        a: Tensor,
+        g: Tensor,
+        a_squares: Tensor,
+        g_squares: Tensor,
+        scale: Tensor | None = None,
     ) -> None:
-        self.a, self.g, self.g_squares, self.scale, self.groups = a, g, g_squares, scale, 1
+        self.a, self.g, self.a_squares, self.g_squares = a, g, a_squares, g_squares
+        self.scale, self.groups = scale, 1
         self.version = a._version
         self.positions = 1 if a.dim() == 2 else a.shape[1]
         self.columns, self.rows = a.shape[-1], g.shape[-1]
@@ -116,7 +123,7 @@ class LinearFactors(Factors):
 
     def magnitude(self) -> Tensor:
         """Return a bound on sum_t |a_t| |g_t| per example (float64)."""
-        return (squares(self.a) * self.g_squares).sqrt()
+        return (self.a_squares * self.g_squares).sqrt()
 
 
 @dataclass(frozen=True)
@@ -137,11 +144,13 @@ class ConvFactors(Factors):
         self,
         a: Tensor,
         g: Tensor,
+        a_squares: Tensor,
         g_squares: Tensor,
         window: Window,
         scale: Tensor | None = None,
     ) -> None:
-        self.a, self.g, self.g_squares, self.window, self.scale = a, g, g_squares, window, scale
+        self.a, self.g, self.a_squares, self.g_squares = a, g, a_squares, g_squares
+        self.window, self.scale = window, scale
         self.groups, self.version = window.groups, a._version
         self.positions = g[0, 0].numel()
         self.columns, self.rows = window.shape[1:].numel(), window.shape[0] // window.groups
@@ -214,7 +223,7 @@ class ConvFactors(Factors):
             size if d > 1 else -(-size // s)
             for size, s, d in zip(window.shape[2:], window.stride, window.dilation, strict=True)
         )
-        return (overlap * squares(self.a) * self.g_squares).sqrt()
+        return (overlap * self.a_squares * self.g_squares).sqrt()
 
 
 class Outer(Instantiated):
@@ -257,11 +266,11 @@ class Outer(Instantiated):
         special = self._scaled or bool(self.data_free)
         if self.form is not None and not (special and self.form == "gram"):
             return self.form
-        first, positions = self.terms[0], sum(term.positions for term in self.terms)
         if self._rank_one and (len(self.terms) == 1 or special):
             return "pairs" if len(self.terms) <= MAX_PAIRED_DRAWS else "instantiated"
         if special:
             return "instantiated"
+        first, positions = self.terms[0], sum(term.positions for term in self.terms)
         gram = GRAM_COST * positions * (first.columns + first.rows)
         return "gram" if gram < first.columns * first.rows else "instantiated"
 
@@ -296,7 +305,7 @@ class Outer(Instantiated):
         data-free D it gains 2 sum_r g_r^T (k_r * D) a_r + |D|^2 and a bound on their rounding.
         """
         result, first = {}, self.terms[0]
-        product = squares(first.a) * first.g_squares
+        product = first.a_squares * first.g_squares
         for index, name in enumerate(self.names):
             if name is None:
                 continue
@@ -422,16 +431,14 @@ class Outer(Instantiated):
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
         sums: dict[str, Tensor] = {}
         for term in self.terms:
-            done: list[tuple[Tensor, Tensor]] = []
+            done: dict[int, Tensor] = {}
             for index, name in enumerate(self.names):
                 if name is None:
                     continue
-                value = next((v for weights, v in done if weights is w[name]), None)
-                if value is None:
-                    value = self._summed(term, w[name], bad)
-                    done.append((w[name], value))
-                if index and term.scale is not None:
-                    value = value * term.scale
+                key = id(w[name])
+                if key not in done:
+                    done[key] = self._summed(term, w[name], bad)
+                value = done[key] * term.scale if index and term.scale is not None else done[key]
                 sums[name] = sums[name] + value if name in sums else value
         return sums
 

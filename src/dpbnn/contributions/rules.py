@@ -41,7 +41,7 @@ class Unit:
 
 
 def _affine(
-    factors: Callable[[Tensor, Tensor, Tensor], Factors],
+    factors: Callable[[Tensor, Tensor, Tensor, Tensor], Factors],
     shape: torch.Size,
     weight: list[str | None],
     bias: list[str | None],
@@ -50,13 +50,15 @@ def _affine(
 ) -> Callable[[Tensor, Tensor], list[Site]]:
     def build(a: Tensor, g: Tensor) -> list[Site]:
         sites: list[Site] = []
-        squared = squares(g)
+        a = accurate(a)
+        a_squares = squares(a) if any(weight) else None
+        squared = squares(g)  # after those of a: g is read again for the sums
         if any(bias):
             gradient, slack = positions(g, squared)
             known = squared if bias[0] and gradient.numel() == g.numel() else None
             sites.append(Direct(bias, [(gradient, bias_scale, slack)], known))
-        if any(weight):
-            sites.append(Outer(weight, shape, [factors(accurate(a), g, squared)]))
+        if a_squares is not None:
+            sites.append(Outer(weight, shape, [factors(a, g, a_squares, squared)]))
         return sites
 
     return build
@@ -82,8 +84,8 @@ def _linear_build(
     scale: Tensor | None = None,
     bias_scale: Tensor | None = None,
 ) -> Build:
-    def factors(a: Tensor, g: Tensor, squared: Tensor) -> Factors:
-        return LinearFactors(_rows(a), _rows(g), squared, scale)
+    def factors(a: Tensor, g: Tensor, a_squares: Tensor, g_squares: Tensor) -> Factors:
+        return LinearFactors(_rows(a), _rows(g), a_squares, g_squares, scale)
 
     inner = _affine(factors, shape, weight, bias, _over_rows, bias_scale)
     return lambda a, g, several: inner(a, g)
@@ -120,8 +122,8 @@ def _conv_build(
 ) -> Build:
     window = Window(shape, module.stride, padding, module.dilation, module.groups)
 
-    def factors(a: Tensor, g: Tensor, squared: Tensor) -> Factors:
-        return ConvFactors(a, g, squared, window, scale)
+    def factors(a: Tensor, g: Tensor, a_squares: Tensor, g_squares: Tensor) -> Factors:
+        return ConvFactors(a, g, a_squares, g_squares, window, scale)
 
     inner = _affine(factors, shape, weight, bias, _over_pixels, bias_scale)
 
