@@ -102,12 +102,18 @@ def ours(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step
         release = gate(contributions)
         if name == "gaussian-weights":
             release = in_parameters(model, release, contributions.draws[0])
-        for path, gradient in release.items():
-            parameters[path].grad = gradient
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(optimizer, parameters, release)
 
     return step
+
+
+def descend(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], g: dict[str, Tensor]
+) -> None:
+    for path, gradient in g.items():
+        parameters[path].grad = gradient
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def in_parameters(
@@ -141,10 +147,7 @@ def vmap(name: str, model: nn.Module, x: Tensor, y: Tensor, noise: bool) -> Step
         if noise:
             for v in sums.values():
                 v += SIGMA * CLIP * torch.randn_like(v)
-        for k, v in sums.items():
-            named[k].grad = v
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(optimizer, named, sums)
 
     return step
 

@@ -371,6 +371,27 @@ def test_inputs_are_tensors_with_a_row_per_example(x):
         attach(nn.Linear(6, 3), "categorical")(x, torch.zeros(4, dtype=torch.long))
 
 
+class Folded(nn.Module):
+    """Puts the two images of an example side by side on the batch axis of a layer."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(2 * 4, 3)
+
+    def forward(self, x):
+        z = self.layer(x.flatten(0, 1)).flatten(1).mean(1, keepdim=True).expand(-1, 4)
+        return self.head(z.reshape(len(x), -1))
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Conv2d(1, 4, 3), nn.GroupNorm(1, 1), nn.ConvTranspose2d(1, 4, 3)]
+)
+def test_layers_that_need_one_row_per_example_say_so(layer):
+    x, y = data(2, 1, 5, 5)
+    with pytest.raises(UnsupportedModel, match=r"'layer' .*several rows per example"):
+        attach(Folded(layer), "categorical")(x, y)
+
+
 def test_gaussian_draws_come_from_their_generator_only():
     model = nn.Sequential(GaussianLinear(6, 3))
     x, y = data(6)

@@ -49,11 +49,11 @@ def _log_prob(likelihood: LikelihoodLike) -> Callable[[Any, Any], Tensor]:
 
 def _at(model: nn.Module, path: str) -> nn.Module:
     """Return the module at a path: `get_submodule` without its checks."""
-    module: Any = model
     for part in path.split(".") if path else ():
-        module = module._modules[part]
-    found: nn.Module = module
-    return found
+        child = model._modules[part]
+        assert child is not None
+        model = child
+    return model
 
 
 def describe(model: nn.Module, path: str) -> str:

@@ -113,11 +113,9 @@ def replayed(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
             for i, x in enumerate(inputs)
         ]
 
-        def build(a: Tensor, g: Tensor, several: bool) -> list[Site]:
-            if several:
-                raise UnsupportedModel(f"{described} does not keep examples on its first axis.")
+        def build(a: Tensor, g: Tensor) -> list[Site]:
             return [Replayed(module, unit.names, kept, batched, g)]
 
-        return tape.tap(unit.path, inputs[0], z, build)
+        return tape.tap(unit.path, inputs[0], z, build, alone=True)
 
     return forward

@@ -99,8 +99,7 @@ class NetworkContributions(Contributions):
         once: dict[int, Tensor] = {}
         for values in given.values():
             if id(values) not in once:
-                weight = values.detach() if values.requires_grad else values
-                weight = weight.to(self.device, self._dtype)
+                weight = values.detach().to(self.device, self._dtype)
                 once[id(values)] = weight.index_fill(0, bad, 0.0) if bad.numel() else weight
         weights = {name: once[id(values)] for name, values in given.items()}
         sums: dict[str, Tensor] = {}

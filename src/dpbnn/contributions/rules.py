@@ -47,7 +47,7 @@ def _affine(
     bias: list[str | None],
     positions: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | float]],
     bias_scale: Tensor | None = None,
-) -> Callable[[Tensor, Tensor], list[Site]]:
+) -> Build:
     def build(a: Tensor, g: Tensor) -> list[Site]:
         sites: list[Site] = []
         a = accurate(a)
@@ -73,8 +73,7 @@ def _rows(t: Tensor) -> Tensor:
 
 
 def _over_rows(g: Tensor, squared: Tensor) -> tuple[Tensor, Tensor | float]:
-    rows = _rows(g)
-    return (rows, 0.0) if rows.dim() == 2 else summed_positions(rows, 1, squared)
+    return (g, 0.0) if g.dim() == 2 else summed_positions(g, 1, squared)
 
 
 def _linear_build(
@@ -85,10 +84,10 @@ def _linear_build(
     bias_scale: Tensor | None = None,
 ) -> Build:
     def factors(a: Tensor, g: Tensor, a_squares: Tensor, g_squares: Tensor) -> Factors:
-        return LinearFactors(_rows(a), _rows(g), a_squares, g_squares, scale)
+        return LinearFactors(a, g, a_squares, g_squares, scale)
 
     inner = _affine(factors, shape, weight, bias, _over_rows, bias_scale)
-    return lambda a, g, several: inner(a, g)
+    return lambda a, g: inner(_rows(a), _rows(g))
 
 
 def linear(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
@@ -112,7 +111,6 @@ def _over_pixels(g: Tensor, squared: Tensor) -> tuple[Tensor, Tensor | float]:
 
 def _conv_build(
     module: Any,
-    unit: Unit,
     shape: torch.Size,
     padding: tuple[int, ...],
     weight: list[str | None],
@@ -125,21 +123,7 @@ def _conv_build(
     def factors(a: Tensor, g: Tensor, a_squares: Tensor, g_squares: Tensor) -> Factors:
         return ConvFactors(a, g, a_squares, g_squares, window, scale)
 
-    inner = _affine(factors, shape, weight, bias, _over_pixels, bias_scale)
-
-    def build(a: Tensor, g: Tensor, several: bool) -> list[Site]:
-        _one_per_example(unit, module, several)
-        return inner(a, g)
-
-    return build
-
-
-def _one_per_example(unit: Unit, module: nn.Module, several: bool) -> None:
-    if several:
-        raise UnsupportedModel(
-            f"{unit.path!r} ({type(module).__name__}) sees several rows per example on its batch "
-            "axis; keep one row per example, or wrap the reshaping and the layer in one module."
-        )
+    return _affine(factors, shape, weight, bias, _over_pixels, bias_scale)
 
 
 def _padded(module: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -176,13 +160,12 @@ def convolution(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
         )
         build = _conv_build(
             layer,
-            unit,
             layer.weight.shape,
             padding,
             unit.released("weight"),
             unit.released("bias"),
         )
-        return tape.tap(unit.path, x, z, build)
+        return tape.tap(unit.path, x, z, build, alone=True)
 
     return forward
 
@@ -208,10 +191,10 @@ def gaussian(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
         z = module.apply_weights(x, weights["weight"], weights.get("bias"))
         if isinstance(module, GaussianConv2d):
             x, padding = _padded(module, x)
-            build = _conv_build(module, unit, shape, padding, *common)
+            build = _conv_build(module, shape, padding, *common)
         else:
             build = _linear_build(shape, *common)
-        return tape.tap(unit.path, x, z, build)
+        return tape.tap(unit.path, x, z, build, alone=isinstance(module, GaussianConv2d))
 
     return forward
 
@@ -225,7 +208,7 @@ def embedding(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
             "gradients are not taken per example; use an Embedding without them."
         )
 
-    def build(a: Tensor, g: Tensor, several: bool) -> list[Site]:
+    def build(a: Tensor, g: Tensor) -> list[Site]:
         g = g.reshape(len(g), -1, g.shape[-1])
         indices = a.reshape(len(g), -1).long()
         if module.padding_idx is not None:
@@ -252,7 +235,7 @@ def trailing_norm(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
     root_mean_square = isinstance(module, nn.RMSNorm)
     weight, bias = unit.released("weight", "bias")
 
-    def build(a: Tensor, g: Tensor, several: bool) -> list[Site]:
+    def build(a: Tensor, g: Tensor) -> list[Site]:
         shape = (len(g), -1, *layer.normalized_shape)
         g = g.reshape(shape)
         sites = _direct(bias, g, 1)
@@ -274,8 +257,7 @@ def channel_norm(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
     layer: Any = module
     weight, bias = unit.released("weight", "bias")
 
-    def build(a: Tensor, g: Tensor, several: bool) -> list[Site]:
-        _one_per_example(unit, module, several)
+    def build(a: Tensor, g: Tensor) -> list[Site]:
         sites = _direct(bias, _pixels(g), 2)
         if weight is not None:
             a = accurate(a)
@@ -285,7 +267,8 @@ def channel_norm(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
         return sites
 
     def forward(input: Tensor) -> Tensor:
-        return tape.tap(unit.path, input, type(module).forward(layer, input), build)
+        z = type(module).forward(layer, input)
+        return tape.tap(unit.path, input, z, build, alone=True)
 
     return forward
 
@@ -295,7 +278,7 @@ def learned_noise(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
     assert isinstance(module, LearnedNoise)
     name, width = unit.names["log_variance"], len(module.log_variance)
 
-    def build(a: Tensor, g: Tensor, several: bool) -> list[Site]:
+    def build(a: Tensor, g: Tensor) -> list[Site]:
         return _direct(name, g.reshape(len(g), -1, g.shape[-1])[..., -width:], 1)
 
     def forward(x: Tensor) -> Tensor:

@@ -18,9 +18,9 @@ from dpbnn.contributions.sites import Site
 
 Key = tuple[str, int]
 """A module's path and which of its calls."""
-Build = Callable[[Tensor, Tensor, bool], list[Site]]
-"""Makes sites of an input a and an output gradient g: [batch, ...], or [batch, m, ...] where the
-flag says that there are m rows per example."""
+Build = Callable[[Tensor, Tensor], list[Site]]
+"""Makes sites of an input and an output gradient, both [batch, ...], or [batch, m, ...] where the
+model has m rows per example."""
 Draw = dict[str, dict[str, Tensor]]
 """Standard normal draws of the Gaussian layers, by module path and weight."""
 
@@ -58,7 +58,7 @@ class Discovery:
         self._calls[path] += 1
         return "first"
 
-    def tap(self, path: str, a: Tensor, z: Tensor, build: Build) -> Tensor:
+    def tap(self, path: str, a: Tensor, z: Tensor, build: Build, alone: bool = False) -> Tensor:
         """Note the shape of one output."""
         self.layout(path, z)
         return z
@@ -106,7 +106,7 @@ class Tape:
     ) -> None:
         self.batch, self.draw, self._layouts, self._describe = batch, draw, layouts, describe
         self._calls: defaultdict[str, int] = defaultdict(int)
-        self._taps: list[tuple[GradientEdge, Tensor, int, str, str, Build]] = []
+        self._taps: list[tuple[GradientEdge, Tensor, int, str, str, Build, bool]] = []
 
     def layout(self, path: str, t: Tensor) -> str:
         """Return where the tensor at this path holds the examples, in its next call."""
@@ -120,8 +120,16 @@ class Tape:
             )
         return layout
 
-    def tap(self, path: str, a: Tensor, z: Tensor, build: Build) -> Tensor:
-        """Record one call; `build` gets input and output gradient after the backward pass."""
+    def tap(self, path: str, a: Tensor, z: Tensor, build: Build, alone: bool = False) -> Tensor:
+        """Record one call; `build` gets input and output gradient after the backward pass.
+
+        Args:
+            path: of the module.
+            a: its input.
+            z: its output.
+            build: makes the sites.
+            alone: whether an example must have its only row on the first axis.
+        """
         layout = self.layout(path, z)
         if layout == "shared":
             z = _stacked(z, self.batch, a.dim() > 1 and z.shape[0] == 1)
@@ -129,7 +137,8 @@ class Tape:
             if z._is_view() or layout == "shared":
                 z = z.clone()
             z = _Anchor.apply(z, _anchor(z.device))  # type: ignore[no-untyped-call]
-        self._taps.append((get_gradient_edge(z), a.detach(), a._version, layout, path, build))
+        edge = get_gradient_edge(z)
+        self._taps.append((edge, a.detach(), a._version, layout, path, build, alone))
         return z
 
     def sites(self, log_prob: Tensor, factor: float) -> list[Site]:
@@ -147,7 +156,7 @@ class Tape:
             gradients = list(torch.autograd.grad(total, edges, allow_unused=True))
         result: list[Site] = []
         while self._taps:
-            (_, a, version, layout, path, build), g = self._taps.pop(), gradients.pop()
+            (_, a, version, layout, path, build, alone), g = self._taps.pop(), gradients.pop()
             if a._version != version:
                 raise UnsupportedModel(
                     f"the input of {self._describe(path)} was changed in place after the call; "
@@ -156,8 +165,13 @@ class Tape:
             if g is not None:
                 g = g.contiguous() if 0 in g.stride() else g
                 g = accurate(self._batched(g, layout, path, gradient=True))
-                several = layout in ("second", "folded")
-                result += build(self._batched(a, layout, path), g, several)
+                if alone and layout in ("second", "folded"):
+                    raise UnsupportedModel(
+                        f"{self._describe(path)} sees several rows per example on its batch axis; "
+                        "keep one row per example, or wrap the reshaping and the layer in one "
+                        "module."
+                    )
+                result += build(self._batched(a, layout, path), g)
         return result
 
     def _batched(self, t: Tensor, layout: str, path: str, gradient: bool = False) -> Tensor:

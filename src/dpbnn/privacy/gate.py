@@ -175,19 +175,19 @@ class Gate:
                 f"noise_multiplier={sigma:g}: another value was reserved for this release; "
                 f"reserve in the order of use"
             )
-        step, self.step = self.step, self.step + 1
+        event = self._event(sigma, 1, self.step)
+        self.step += 1
         observer = OBSERVER.get()
         norms: list[Tensor] = []
         sums = self._clipped_sum(contributions, records, observer, norms)
         if observer is not None:
-            release = observer.release(self, self._event(sigma, 1, step), sums)
+            release = observer.release(self, event, sums)
         else:
             release = self._noised(sums, sigma)
         if mean and self.sampler is not None:
             release = {n: value / self.sampler.batch_size for n, value in release.items()}
         for watcher in self._watchers:
-            seen = torch.cat(norms) if norms else torch.zeros(0)
-            watcher(self._event(sigma, 1, step), self.clip, seen)
+            watcher(event, self.clip, torch.cat(norms) if norms else torch.zeros(0))
         return release
 
     def statement(self, **details: Any) -> PrivacyStatement:

@@ -39,7 +39,7 @@ _Words = NDArray[np.uint8]
 _SIGNED = {torch.float32: torch.int32, torch.float64: torch.int64}
 _KEY_BYTES = 32
 _DEBUG = b"dpbnn debug"  # how the key of a seeded source begins
-_PAIRS = 1 << 21  # pairs of normals per chunk: few calls, little memory
+_PAIRS = 1 << 21  # pairs of normals per chunk: few calls, and not much memory
 _BLOCK = 32  # bytes of the stream that can be read by themselves
 _EDGE = 1 << 10  # radius words below this get 64 more bits
 _FAR = 3.905  # below the radius of every word that comes before _EDGE
@@ -65,29 +65,25 @@ def _load_libcrypto() -> ctypes.CDLL | None:
         library.EVP_EncryptUpdate.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int]
         block = np.empty(16, np.uint8)
         counter = int.from_bytes(bytes(17 * i for i in range(16)), "big")
-        _aes(library, bytes(range(16)), counter, block.ctypes.data, block.size)
+        _aes(library, bytes(range(16)), counter, block)
     except (ImportError, AttributeError, OSError, RuntimeError):
         return None
     return library if block.tobytes().hex() == "69c4e0d86a7b0430d8cdb78070b4c55a" else None
 
 
-def _aes(library: ctypes.CDLL, key: bytes, counter: int, address: int, size: int) -> None:
-    """Write `size` bytes of AES-128-CTR(key), from block `counter` on, to an address.
-
-    Runs without Python's lock.
-    """
+def _aes(library: ctypes.CDLL, key: bytes, counter: int, out: _Words) -> None:
+    """Fill `out` with AES-128-CTR(key) from block `counter` on; runs without Python's lock."""
     written = ctypes.c_int()
-    done, end = ctypes.addressof(written), address + size
     context = library.EVP_CIPHER_CTX_new()
     try:
         ok = library.EVP_EncryptInit_ex(
             context, library.EVP_aes_128_ctr(), None, key, counter.to_bytes(16, "big")
         )
-        while address < end:
-            size = min(_ZEROS.size, end - address)
-            ok &= library.EVP_EncryptUpdate(context, address, done, _ZEROS_AT, size)
+        target, done = out.ctypes.data, ctypes.addressof(written)
+        for start in range(0, out.size, _ZEROS.size):
+            size = min(_ZEROS.size, out.size - start)
+            ok &= library.EVP_EncryptUpdate(context, target + start, done, _ZEROS_AT, size)
             ok &= written.value == size
-            address += size
     finally:
         library.EVP_CIPHER_CTX_free(context)
     if ok != 1:
@@ -124,7 +120,7 @@ def _fill(key: bytes, offset: int, out: _Words) -> None:
 
 def _fill_serially(key: bytes, offset: int, out: _Words) -> None:
     if _LIBCRYPTO is not None:
-        _aes(_LIBCRYPTO, key, offset // 16, out.ctypes.data, out.size)
+        _aes(_LIBCRYPTO, key, offset // 16, out)
     else:
         philox = np.random.Philox(key=int.from_bytes(key, "big"), counter=offset // _BLOCK)
         out.view(np.uint64)[:] = philox.random_raw(out.size // 8)
@@ -164,12 +160,12 @@ def _empty(size: int) -> _Words:
 
 
 def _scratch(dtype: torch.dtype, pairs: int) -> tuple[_Words, Tensor]:
-    """Return this thread's memory for some pairs: their words, and a number for each."""
+    """Return this thread's memory for a chunk: two words and a number per pair."""
     kept: dict[torch.dtype, tuple[_Words, Tensor]] = _LOCAL.__dict__.setdefault("kept", {})
     if dtype not in kept or kept[dtype][1].numel() < pairs:
         with torch.inference_mode(False):
             wave = torch.empty(pairs, dtype=dtype, device="cpu")
-            kept[dtype] = _empty(_word_bytes(2 * pairs, dtype)), wave
+        kept[dtype] = _empty(2 * pairs * dtype.itemsize), wave
     return kept[dtype]
 
 
@@ -192,12 +188,10 @@ def _add_gaussian(
     for begin in range(0, total, 2 * _PAIRS):
         elements = min(2 * _PAIRS, total - begin)
         pairs = -(-elements // 2)
-        first, size = begin * dtype.itemsize, _word_bytes(elements, dtype)
+        offset, size = begin * dtype.itemsize, _word_bytes(elements, dtype)
+        words = buffer[:size] if ahead is None else ahead[offset : offset + size]
         if ahead is None:
-            words = buffer[:size]
-            _fill(key, first, words)
-        else:
-            words = ahead[first : first + size]
+            _fill(key, offset, words)
         integers = torch.from_numpy(words).view(signed)
         numbers = integers.view(dtype)
         radius, angle = numbers[:pairs], numbers[pairs:]
