@@ -1,13 +1,12 @@
 """Known ways in which private trainers stop being private, each with the test that catches it.
 
 The numbers are those of docs/pitfalls.md. `fails_on(item, versions...)` above a test names the
-broken versions of the library (`broken_versions.py`) on which that very test must fail; the table
-of item, test and broken version is TWINS, and the tests at the end of this file go through it.
+broken versions of the library (`broken_versions.py`) on which that very test must fail; the tests
+at the end of this file go through them. Items from 33 on are in tests/attacks/.
 """
 
 import contextlib
 import dataclasses
-import inspect
 import math
 
 import broken_versions as broken
@@ -18,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from torch import nn
+from twins import fails_on, twins_of
 
 import dpbnn
 from dpbnn.contributions import DenseContributions, UnsupportedModel, attach
@@ -29,32 +29,6 @@ from dpbnn.privacy.noise import NoiseSource
 N, FEATURES, CLASSES = 24, 5, 3
 FALSE_ALARM = 1e-4
 REQUIRED = {*range(1, 13), *range(14, 18), 19, 20, 21, 24, 25, 27, 29, 31}
-
-
-@dataclasses.dataclass(frozen=True)
-class Twin:
-    """A test of an item of the list, and a broken version of the library on which it must fail."""
-
-    item: int
-    test: object
-    version: object
-    arguments: dict
-
-    def __str__(self):
-        return f"{self.item}-{self.version.__name__}"
-
-
-TWINS = []
-
-
-def fails_on(item, *versions, **arguments):
-    """Name the broken versions on which a test, with these arguments, must fail."""
-
-    def register(test):
-        TWINS.extend(Twin(item, test, version, arguments) for version in versions)
-        return test
-
-    return register
 
 
 class Attention(nn.Module):
@@ -921,28 +895,14 @@ def test_item_31_control_flow_that_looks_at_the_data_is_rejected():
 # Every test above against its broken versions
 
 
-@pytest.mark.parametrize("twin", TWINS, ids=str)
+@pytest.mark.parametrize("twin", twins_of(__name__), ids=str)
 def test_the_same_test_fails_on_the_broken_version(twin, tmp_path):
-    with pytest.MonkeyPatch.context() as patch:
-        arguments = {**twin.arguments, **(twin.version(patch) or {})}
-        if "tmp_path" in inspect.signature(twin.test).parameters:
-            arguments["tmp_path"] = tmp_path
-        with pytest.raises((AssertionError, pytest.fail.Exception)):
-            twin.test(**arguments)
+    twin.must_fail(tmp_path)
 
 
 def test_every_item_of_the_list_has_a_test_and_a_broken_version():
-    assert {twin.item for twin in TWINS} == REQUIRED
-    for twin in TWINS:
+    assert {twin.item for twin in twins_of(__name__)} == REQUIRED
+    for twin in twins_of(__name__):
         assert globals()[twin.test.__name__] is twin.test
         assert twin.test.__name__.startswith("test_item")
         assert str(twin.item) in twin.test.__name__.split("_")
-
-
-def test_every_broken_version_is_used():
-    versions = {
-        function
-        for name, function in inspect.getmembers(broken, inspect.isfunction)
-        if function.__module__ == broken.__name__ and not name.startswith("_")
-    }
-    assert versions - {broken.around} == {twin.version for twin in TWINS}

@@ -1,0 +1,35 @@
+"""Every attack of the list from 33 on has a test, and every broken version is used by one."""
+
+import importlib.util
+import inspect
+from pathlib import Path
+
+import broken_versions as broken
+from twins import TWINS
+
+HERE = Path(__file__).parent
+REQUIRED: set[int] = set()
+
+
+def load(path):
+    """Import a test file under a name of its own, so that its twins are registered."""
+    spec = importlib.util.spec_from_file_location(f"coverage_of_{path.stem}", path)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_every_item_has_a_broken_version_and_every_broken_version_a_test():
+    before = list(TWINS)
+    try:
+        for path in (*sorted(HERE.glob("test_*.py")), HERE.parent / "test_privacy_bugs.py"):
+            if path != Path(__file__):
+                load(path)
+        found = list(TWINS)
+    finally:
+        TWINS[:] = before
+    versions = {
+        function
+        for name, function in inspect.getmembers(broken, inspect.isfunction)
+        if function.__module__ == broken.__name__ and not name.startswith("_")
+    }
+    assert versions - {broken.around} == {twin.version for twin in found}
+    assert {twin.item for twin in found} >= REQUIRED
