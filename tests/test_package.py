@@ -38,7 +38,10 @@ BELOW = {
     },
     "rows": {"privacy", "likelihoods", ""},
     "auditing": {"likelihoods", "methods", "posteriors", "priors", "privacy", "training"},
+    "computed": set(),
+    "checkpoint": {"computed", "privacy"},
     "training": {
+        "checkpoint",
         "privacy",
         "contributions",
         "likelihoods",
@@ -64,7 +67,7 @@ BELOW = {
         "training",
         "",
     },
-    "runs": {"posteriors", "privacy", "data", "estimators", "", "__version__"},
+    "runs": {"checkpoint", "posteriors", "privacy", "data", "estimators", "", "__version__"},
     "reproduce": {
         "privacy",
         "contributions",

@@ -135,7 +135,7 @@ class TestItem13Resume:
         assert there
         assert not any(there)
 
-    def test_other_data_gets_other_noise(self, tmp_path, monkeypatch):
+    def test_other_data_gets_no_noise_of_this_run(self, tmp_path, monkeypatch):
         """The same noise on other data would show the difference."""
         with monkeypatch.context() as patch:
             stop(patch, "sgd", 4)
@@ -144,15 +144,20 @@ class TestItem13Resume:
         keys = json.loads((tmp_path / "keys.json").read_text())
         x, y = dataset()
         x[0] += 1
+        with pytest.raises(ValueError, match=r"^data: not those of the run .* delete its keys"):
+            fit(data=(x, y), out=tmp_path, resume=True)
+        assert json.loads((tmp_path / "keys.json").read_text()) == keys
+        (tmp_path / "keys.json").unlink()
         used = []
         from_key = dpbnn.NoiseSource.from_key
         monkeypatch.setattr(
             dpbnn.NoiseSource,
             "from_key",
-            lambda key, step=0: (used.append(key), from_key(key, step))[1],
+            lambda key, *a, **k: (used.append(key), from_key(key, *a, **k))[1],
         )
-        fit(data=(x, y), out=tmp_path, resume=True)
+        posterior = fit(data=(x, y), out=tmp_path, resume=True)
         assert used[0].hex() != keys["noise"]
+        assert posterior.privacy.epsilon > plan().epsilon
 
     def test_keys_are_for_the_owner_and_nowhere_else(self, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:

@@ -74,19 +74,22 @@ def plan_command(as_json: bool, **arguments: Any) -> None:
 @cli.command("account")
 @click.argument("ledger", type=click.Path(path_type=Path))
 @click.option("--delta", type=float, help="Delta of the guarantee [default: the ledger's].")
+@click.option("--repair", is_flag=True, help="Mend a ledger that is refused as damaged: what may "
+              "have been spent counts as spent. The damaged files are kept.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def account_command(ledger: Path, delta: float | None, as_json: bool) -> None:
+def account_command(ledger: Path, delta: float | None, repair: bool, as_json: bool) -> None:
     r"""Say what a ledger has spent, and state the guarantee.
 
     \b
     Example:
       dpbnn account run/ledger.jsonl --delta 1e-5
+      dpbnn account --repair run/ledger.jsonl
     """
-    if not ledger.is_file():
+    if not ledger.is_file() and not (repair and ledger.with_name(f"{ledger.name}.head").is_file()):
         raise ValueError(
             f"{ledger}: no such file; give the path of a ledger that a run has written"
         )
-    book = dpbnn.Ledger(ledger)
+    book = dpbnn.Ledger.repair(ledger) if repair else dpbnn.Ledger(ledger)
     statement = book.statement(delta=delta)
     budget = book.budget
     if as_json:

@@ -21,9 +21,10 @@ import numpy
 import torch
 
 import dpbnn
+from dpbnn.checkpoint import LOCK, folder_lock
 from dpbnn.data.schema import Schema
 from dpbnn.estimators.base import PrivateBayes
-from dpbnn.posteriors.folder import file_hash, put_in_place
+from dpbnn.posteriors.folder import file_hash
 from dpbnn.privacy.ledger import Ledger
 
 __all__ = ["Run", "Workspace", "new_run", "plain_calibration"]
@@ -32,6 +33,7 @@ FORMAT = "dpbnn-run"
 VERSION = 1
 MANIFEST, LEDGER, SCHEMA, MODEL = "manifest.json", "ledger.jsonl", "schema.toml", "model"
 METRICS, REPORT = "metrics.json", "report.html"
+HEAD, PARTIAL = f"{LEDGER}.head", ".partial-"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Run:
 
     @property
     def ledger(self) -> str | None:
-        """The ledger's path as a reader would type it; None for a run without privacy."""
+        """The ledger's path as a reader would type it; None in older runs without privacy."""
         return self.manifest["ledger"]
 
     def write_metrics(self, values: dict[str, Any]) -> None:
@@ -96,10 +98,10 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Workspace:
-    """A folder beside the run directory to be, and the ledger that the run spends from.
+    """A folder inside the run directory to be, and the ledger that the run spends from.
 
     Attributes:
-        folder: where the run is written until it is complete.
+        folder: where the model is written until it is complete.
         ledger: path of the ledger.
         own: whether it is the run's own, which limits nothing.
         named: how the manifest names the ledger.
@@ -123,14 +125,13 @@ class Workspace:
         estimator.set_params(ledger=None)
         estimator.save(self.folder / MODEL)
         (self.folder / SCHEMA).write_text(schema.to_toml())
-        private = estimator.epsilon is not None
         manifest = {
             "format": FORMAT,
             "version": VERSION,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "settings": settings,
             "calibration": plain_calibration(estimator),
-            "ledger": self.named if private else None,
+            "ledger": self.named,
             "privacy": estimator.privacy_.to_dict(),
             "versions": {
                 "dpbnn": dpbnn.__version__,
@@ -142,7 +143,7 @@ class Workspace:
             "hashes": {
                 str(path.relative_to(self.folder)): file_hash(path)
                 for path in sorted(self.folder.rglob("*"))
-                if path.is_file() and path.name != LEDGER
+                if path.is_file()
             },
         }
         (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
@@ -150,37 +151,43 @@ class Workspace:
 
 @contextlib.contextmanager
 def new_run(out: Path, *, overwrite: bool, ledger: Path | None = None) -> Iterator[Workspace]:
-    """Yield a workspace that becomes the run directory `out` when the block ends well.
+    """Yield a workspace whose files go to the run directory `out` when the block ends well.
 
-    Where it ends in an error nothing is left behind, but for a ledger in which something was
-    spent: that one stays in `out`. A run that replaces another goes on with its ledger.
+    **Guarantee.** The ledger is made in `out` before anything is spent, and never moved or copied.
+    One process at a time works in `out`. Whatever happens, a ledger in which something was spent
+    stays; where nothing was, nothing is left behind. A run that replaces another goes on with its
+    ledger.
 
     Args:
         out: the run directory.
         overwrite: replace a run that is there already.
         ledger: spend from this ledger instead of one in the run directory.
     """
-    _check_place(out, overwrite)
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"{out}: its parent is no folder; make that one first")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out}: exists already and is no run; give another folder")
+    made = not out.exists()
     own = out / LEDGER
-    if ledger is not None and own.exists():
-        raise ValueError(
-            f"{out}: has a ledger of its own, which a run in its place must go on with; leave "
-            f"--ledger out or give another folder"
-        )
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
-    used = ledger or (own if own.exists() else partial / LEDGER)
-    try:
-        yield Workspace(partial, used, ledger is None, LEDGER if ledger is None else str(ledger))
-        if own.exists():
-            shutil.copy2(own, partial / LEDGER)
-        partial.chmod(0o755)
-        put_in_place(partial, out)
-    except BaseException:
-        if _spent(partial / LEDGER) and not own.exists():
-            out.mkdir(exist_ok=True)
-            os.replace(partial / LEDGER, own)
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    with folder_lock(out):
+        try:
+            _check_place(out, overwrite)
+            if ledger is not None and own.exists():
+                raise ValueError(
+                    f"{out}: has a ledger of its own, which a run in its place must go on with; "
+                    f"leave --ledger out or give another folder"
+                )
+            named = LEDGER if ledger is None else str(ledger)
+            with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=out) as partial:
+                yield Workspace(Path(partial), ledger or own, ledger is None, named)
+                _put_in_place(Path(partial), out)
+        except BaseException:
+            if own.is_file() and not (out / MANIFEST).exists() and not Ledger(own).releases:
+                for part in out.glob(f"{LEDGER}*"):
+                    part.unlink()
+            if made and all(part.name == LOCK for part in out.iterdir()):
+                shutil.rmtree(out)
+            raise
 
 
 def plain_calibration(estimator: PrivateBayes) -> dict[str, float | None]:
@@ -190,18 +197,24 @@ def plain_calibration(estimator: PrivateBayes) -> dict[str, float | None]:
 
 
 def _check_place(out: Path, overwrite: bool) -> None:
-    if not out.absolute().parent.is_dir():
-        raise ValueError(f"{out}: its parent is no folder; make that one first")
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
-    if not out.is_dir() or not ((out / MANIFEST).is_file() or (out / LEDGER).is_file()):
+    """Raise where `out` is in use; remove what a process that was killed has left."""
+    for left in out.glob(f"{PARTIAL}*"):
+        shutil.rmtree(left)
+    there = {part.name for part in out.iterdir()} - {LOCK}
+    if there and not there & {MANIFEST, LEDGER, HEAD}:
         raise ValueError(f"{out}: exists already and is no run; give another folder")
-    if not overwrite:
+    if there and not overwrite and ((out / MANIFEST).exists() or Ledger(out / LEDGER).releases):
         raise ValueError(
             f"{out}: holds a run already; give another folder, or --overwrite to replace it (what "
             f"it has spent stays in its ledger)"
         )
 
 
-def _spent(path: Path) -> bool:
-    return path.is_file() and Ledger(path).releases > 0
+def _put_in_place(partial: Path, out: Path) -> None:
+    """Move the files of a finished run to their place, the manifest last."""
+    (out / MANIFEST).unlink(missing_ok=True)
+    for name in (METRICS, REPORT):
+        (out / name).unlink(missing_ok=True)
+    shutil.rmtree(out / MODEL, ignore_errors=True)
+    for name in (MODEL, SCHEMA, MANIFEST):
+        os.replace(partial / name, out / name)

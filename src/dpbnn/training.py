@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import hashlib
 import json
 import math
@@ -14,16 +13,16 @@ import secrets
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dpbnn import likelihoods, posteriors
+from dpbnn.checkpoint import Checkpoint, Keys, RunFolder, folder_lock
 from dpbnn.contributions.kept import Kept
 from dpbnn.likelihoods import Likelihood
 from dpbnn.methods.base import Method, OpenProcess, Problem, Process
@@ -33,9 +32,11 @@ from dpbnn.posteriors import Posterior
 from dpbnn.priors import Gaussian, Prior
 from dpbnn.privacy.accountants import accountant
 from dpbnn.privacy.bayesian import BayesianAccountant
-from dpbnn.privacy.checks import check_count, first_line
+from dpbnn.privacy.checks import check_count, check_one_process, first_line
+from dpbnn.privacy.events import Event
 from dpbnn.privacy.gate import Gate
-from dpbnn.privacy.ledger import Ledger
+from dpbnn.privacy.keys import ratchet
+from dpbnn.privacy.ledger import Attempt, Ledger
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.plan import Plan, round_up
 from dpbnn.privacy.sampling import FROZEN_KEY
@@ -45,6 +46,8 @@ from dpbnn.rows import Rows, checked_rows
 __all__ = ["fit", "load"]
 
 _BLOCK = 50  # releases that are written to the ledger at once
+_HELD = 1 << 28  # bytes that a process may hold back from the disk between two checkpoints
+_BESIDE = "planned beside the training"
 
 
 def fit(
@@ -67,13 +70,16 @@ def fit(
     progress: bool | None = None,
     debug_seed: int | None = None,
     accountants: Sequence[BayesianAccountant] = (),
+    beside_paid: bool = False,
 ) -> Posterior:
     """Train a Bayesian network on a plan and return its posterior.
 
     **Guarantee.** Every release goes through one gate, whose ledger is charged before the release
     exists. What is charged is within `plan.epsilon` at `plan.delta`; `posterior.privacy` states it.
     Nothing that is returned, logged or written has seen the data by another way. Bad data is
-    refused before anything is spent.
+    refused before anything is spent. A run that was interrupted goes on with the same noise only
+    for the same steps of the same computation on the same data; otherwise it is refused, or gets
+    new noise and pays for it.
 
     Args:
         model: a network (copied, left as it was), or a function that makes one, run under `seed`.
@@ -84,8 +90,9 @@ def fit(
         method: settings of a method, such as SGD, SGLD, SGHMC, BBP, VI, MCDropout or SEP.
         plan: from `dpbnn.plan`, or `dpbnn.open_plan` for training without privacy.
         ledger: where releases are recorded; by default one in `out`, or in memory.
-        out: folder for checkpoints, ledger and keys; None keeps nothing on disk.
-        resume: go on from the checkpoint in `out`.
+        out: folder for checkpoints, ledger and keys, for one process at a time; None keeps nothing
+            on disk.
+        resume: go on from the checkpoint in `out`, with the ledger that holds its releases.
         checkpoint_every: steps between checkpoints; about 20 in a run by default.
         seed: of initialisation, dropout and weight draws; noise and sampling have none.
         device: "cpu" or "cuda"; the model's by default.
@@ -97,7 +104,10 @@ def fit(
         debug_seed: seeds noise and sampling; the statement then says "debug: not private".
         accountants: Bayesian accountants that observe the clipped norms of every release. What
             they estimate is raw: it is in no statement and in nothing that is saved.
+        beside_paid: the caller charges what the plan has beside it to `ledger` itself. Otherwise
+            it is charged here, but for what the given ledger holds already.
     """
+    check_one_process()
     if method is None or plan is None:
         raise ValueError(
             "method and plan: both are needed, such as method=dpbnn.SGLD(...), plan=plan"
@@ -130,6 +140,7 @@ def fit(
             ledger=ledger, out=None if out is None else Path(out), resume=resume,
             microbatch_size=microbatch_size, debug_seed=debug_seed,
             every=checkpoint_every or max(1, settled.steps // 20), accountants=accountants,
+            beside_paid=beside_paid, seed=seed,
         )  # fmt: skip
         with run.opened():
             run.train(sys.stderr.isatty() if progress is None else progress)
@@ -220,15 +231,17 @@ class _Run:
     microbatch_size: int | None
     debug_seed: int | None
     accountants: Sequence[BayesianAccountant] = ()
+    beside_paid: bool = False
+    seed: int = 0
 
     def __post_init__(self) -> None:
         plan, method = self.plan, self.method
         self.x, self.y = self.rows.x, self.rows.y
         self.sigmas = [sigma for sigma, count in plan.noise_multipliers for _ in range(count)]
         self.step = 0
-        self.name = method.name
+        self.run, self.label = secrets.token_hex(8), method.name
         if self.out is not None:
-            self.name = f"{method.name}, run {secrets.token_hex(4)}"
+            self.label = f"{method.name}, run {self.run[:8]}"
         problem = Problem(
             self.network,
             self.likelihood,
@@ -249,95 +262,159 @@ class _Run:
         """Public settings, for the manifest and to recognise a checkpoint."""
         return {**self.method.settings(), "clip": self.clip, "plan": self.plan.to_dict()}
 
-    @property
-    def state_file(self) -> Path | None:
-        """Where checkpoints are written."""
-        return None if self.out is None else self.out / "checkpoint.safetensors"
-
-    @property
-    def key_file(self) -> Path | None:
-        """Where the keys of noise and sampling lie between checkpoints, for the owner alone."""
-        return None if self.out is None else self.out / "keys.json"
-
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Open ledger, keys and gate; on the way out, delete the keys of a finished run."""
-        self.keys, same = self._new_keys(), False
-        if self.out is None or self.state_file is None or self.key_file is None:
-            if self.resume:
-                raise ValueError("resume=True: needs out=, the folder of the run to go on with")
-        else:
-            self.out.mkdir(parents=True, exist_ok=True)
-            if self.resume:
-                same = self._load_checkpoint(self.state_file, self.key_file)
-            elif self.state_file.exists() or (self.out / "iterates.safetensors").exists():
+        """Open folder, ledger, keys and gate; a run that ends well leaves no keys."""
+        self.folder = None if self.out is None else RunFolder(self.out)
+        if self.folder is None and self.resume:
+            raise ValueError("resume=True: needs out=, the folder of the run to go on with")
+        with contextlib.nullcontext() if self.out is None else folder_lock(self.out):
+            before = self._earlier()
+            ledger = self._opened_ledger(before)
+            self.keys = self._opened_keys(before)
+            if before is not None:
+                self._restore(before)
+            beside = () if before is not None else self._unpaid(ledger)
+            if self.step == 0:
+                ledger.check((*self.plan.own_events, *beside))
+            for observer in self.accountants:
+                observer.begin(self.plan, ledger.spent(self.label) if self.resume else ())
+            for event in beside:
+                ledger.spend(event, label=_BESIDE)
+            attempt = Attempt(self.run, self.keys.name, self.keys.what)
+            self.gate = Gate(
+                self.clip,
+                self.sigmas[0],
+                self.plan.sampler,
+                ledger,
+                noise=self._noise(),
+                label=self.label,
+                step=self.step,
+                attempt=attempt,
+                watchers=[observer.watch for observer in self.accountants],
+            )
+            try:
+                self.process.ready()
+                yield
+            finally:
+                self.process.close()
+
+    def _earlier(self) -> Checkpoint | None:
+        """Return the checkpoint to go on with, if that is asked for."""
+        if self.folder is None:
+            return None
+        if not self.resume:
+            if self.folder.holds_a_run():
                 raise FileExistsError(
                     f"{self.out} holds an earlier run; pass resume=True to go on with it, or give "
                     f"another folder"
                 )
+            return None
+        checkpoint = self.folder.load(self.x.device)
+        if checkpoint.settings != json.dumps(self.settings, default=str):
+            raise ValueError(
+                f"{self.out}: the checkpoint is of a run with other settings; give the same plan "
+                f"and method, or another folder"
+            )
+        return checkpoint
+
+    def _opened_ledger(self, before: Checkpoint | None) -> Ledger:
+        """Return the ledger; the one that holds all of the run so far, where it goes on."""
         ledger = self.ledger
-        if ledger is None:
-            path = None if self.out is None else self.out / "ledger.jsonl"
+        path = None if self.folder is None else self.folder.ledger_file
+        if ledger is None and (before is None or (path is not None and path.exists())):
             ledger = Ledger(path, delta=self.plan.delta, relation=self.plan.relation)
+        if before is not None and (
+            ledger is None
+            or ledger.id != before.ledger
+            or not ledger.holds(before.head)
+            or ledger.steps(before.run) < before.step
+        ):
+            raise ValueError(
+                f"{self.out}: the {before.step} releases of this run are not in the ledger given, "
+                f"so it cannot say what was spent. Give the ledger that the run began with, "
+                f"restored from a backup if need be; or start a new run in another folder, and "
+                f"count all of this one as spent: dpbnn.plan(..., beside=[plan])"
+            )
+        assert ledger is not None
         if ledger.relation is not self.plan.relation:
             raise ValueError(
                 f"relation: the plan has {self.plan.relation} and the ledger {ledger.relation}; "
                 f"give the plan the ledger's"
             )
-        for observer in self.accountants:
-            observer.begin(self.plan, ledger.spent(self.name) if self.resume else ())
-        if self.step == 0:
-            ledger.check(self.plan.own_events)
-        if self.ledger is None and not ledger.releases:
-            for event in self.plan.beside:
-                ledger.spend(event, label="planned beside the training")
-        self.gate = Gate(
-            self.clip,
-            self.sigmas[0],
-            self.plan.sampler,
-            ledger,
-            noise=self._noise(),
-            label=self.name,
-            step=self.step,
-            charged=self._charged(ledger) if same else (),
-            watchers=[observer.watch for observer in self.accountants],
-        )
-        try:
-            self.process.ready()
-            yield
-        finally:
-            self.process.close()
-        if self.key_file is not None:
-            self.key_file.unlink(missing_ok=True)
+        return ledger
+
+    def _opened_keys(self, before: Checkpoint | None) -> Keys:
+        """Return keys that serve this computation alone; those on disk are used up by it.
+
+        They are deleted before anything is released, so that going on twice from one checkpoint
+        cannot repeat noise. Without keys the steps after the checkpoint get new ones: they are
+        other releases, and are charged.
+        """
+        if self.debug_seed is not None:
+            seed = hashlib.sha256(f"debug {self.debug_seed}".encode()).digest()
+            return Keys("debug", seed, ratchet(seed, before.step if before else 0), seed)
+        keys = None
+        if self.folder is not None and before is not None:
+            keys = self.folder.keys(before.step)
+        keys = keys or Keys.new(FROZEN_KEY.get())
+        if self.folder is not None:
+            keys.bind(
+                settings=self.settings,
+                method=self.method,
+                plan=self.plan.to_dict(),
+                network=self.network,
+                likelihood=self.likelihood,
+                prior=self.prior,
+                data=(self.x, self.y, self.rows.kept),
+                rest=(self.seed, self.microbatch_size, self.x.device.type),
+            )
+            self.folder.forget_keys()
+        return keys
+
+    def _unpaid(self, ledger: Ledger) -> tuple[Event, ...]:
+        """Return what the plan has beside the training and the ledger does not hold."""
+        if self.beside_paid:
+            return ()
+        held = Counter[Event]()
+        for event in () if self.ledger is None else ledger.events:
+            held[dataclasses.replace(event, count=1, start=0)] += event.count
+        unpaid = []
+        for event in self.plan.beside:
+            unit = dataclasses.replace(event, count=1, start=0)
+            there = min(held[unit], event.count)
+            held[unit] -= there
+            if event.count > there:
+                unpaid.append(dataclasses.replace(event, count=event.count - there))
+        return tuple(unpaid)
 
     def _noise(self) -> NoiseSource:
-        key = self.keys["noise"]
         if self.debug_seed is not None:
-            key = NoiseSource.seeded(self.debug_seed).key
-        return NoiseSource.from_key(key, self.step)
-
-    def _new_keys(self) -> dict[str, bytes]:
-        if self.debug_seed is not None:
-            sampling = hashlib.sha256(f"debug {self.debug_seed}".encode()).digest()
-        else:
-            sampling = FROZEN_KEY.get() or secrets.token_bytes(32)
-        return {"noise": secrets.token_bytes(32), "sampling": sampling}
+            return NoiseSource.from_key(NoiseSource.seeded(self.debug_seed).key, self.step)
+        purpose = f"noise {self.keys.what}"
+        return NoiseSource.from_key(self.keys.noise, self.step, purpose=purpose)
 
     def train(self, progress: bool) -> None:
         """Run the remaining steps; an interrupt leaves a checkpoint that can be gone on with."""
         plan = self.plan
         batches = plan.sampler.batches(
-            plan.steps - self.step, start=self.step, key=self.keys["sampling"]
+            plan.steps - self.step, start=self.step, key=self.keys.sampling
         )
         with _bar(plan, self.step, progress) as advance, _deferred_interrupt() as interrupted:
             for batch in batches:
                 self._one(batch)
+                self.keys.advance(self.gate.noise.key)
                 advance(self.step)
                 stop = interrupted()
-                if stop or (self.step % self.every == 0 and self.step < plan.steps):
+                if stop or (self._due() and self.step < plan.steps):
                     self._save_checkpoint()
                 if stop:
-                    raise KeyboardInterrupt
+                    raise stop
+        if self.folder is not None:
+            self.folder.forget_keys()
+
+    def _due(self) -> bool:
+        return self.step % self.every == 0 or self.process.held_bytes > _HELD
 
     def _one(self, batch: Tensor) -> None:
         sigma = self.sigmas[self.step]
@@ -366,113 +443,57 @@ class _Run:
             observer.dp = statement
         return self.process.posterior(privacy=statement, prior=self.prior, settings=self.settings)
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """A keyed hash of the data; it is kept in the owner-only key file alone."""
-        digest = hashlib.blake2b(key=self.keys["sampling"][:64], digest_size=16)
-        for tensor in (self.x, self.y):
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
-
     def _save_checkpoint(self) -> None:
-        """Write the state, then the keys that go with it; each replaces the last one at once."""
-        if self.state_file is None or self.key_file is None:
-            return
-        state = {f"process.{k}": v.cpu() for k, v in self.process.state().items()}
-        state["random.cpu"] = torch.get_rng_state()
+        if self.folder is not None:
+            self.folder.save(self._checkpoint, self.keys if self.debug_seed is None else None)
+
+    def _checkpoint(self) -> Checkpoint:
+        tensors = {f"process.{k}": v.cpu() for k, v in self.process.state().items()}
+        tensors["random.cpu"] = torch.get_rng_state()
         if self.x.is_cuda:
-            state["random.cuda"] = torch.cuda.get_rng_state(self.x.device)
-        meta = {
-            "step": str(self.step),
-            "name": self.name,
-            "settings": json.dumps(self.settings, default=str),
-        }
-        _replace(self.state_file, lambda path: save_file(state, path, metadata=meta))
-        if self.debug_seed is None:
-            values = {
-                "step": self.step,
-                "noise": self.gate.noise.key.hex(),
-                "sampling": self.keys["sampling"].hex(),
-                "data": self.fingerprint,
-            }
-            _replace(self.key_file, lambda path: _write_private(path, json.dumps(values)))
+            tensors["random.cuda"] = torch.cuda.get_rng_state(self.x.device)
+        return Checkpoint(
+            step=self.step,
+            run=self.run,
+            label=self.label,
+            ledger=self.gate.ledger.id,
+            head=self.gate.ledger.head,
+            settings=json.dumps(self.settings, default=str),
+            tensors=tensors,
+        )
 
-    def _load_checkpoint(self, path: Path, key_file: Path) -> bool:
-        """Restore the process; return whether the keys are those of this checkpoint and data.
-
-        The key file is deleted before anything is released, so that going on twice from one
-        checkpoint cannot repeat noise.
-        """
-        if not path.exists():
-            raise FileNotFoundError(f"{path}: no checkpoint to go on with; leave resume out")
-        with safe_open(path, "pt") as file:
-            meta = file.metadata()
-        if meta["settings"] != json.dumps(self.settings, default=str):
-            raise ValueError(
-                f"{self.out}: the checkpoint is of a run with other settings; give the same plan "
-                f"and method, or another folder"
-            )
-        state = load_file(path, device=str(self.x.device))
-        prefix = "process."
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        state, prefix = checkpoint.tensors, "process."
         self.process.restore({k[len(prefix) :]: v for k, v in state.items() if prefix in k})
         torch.set_rng_state(state["random.cpu"].cpu())
         if "random.cuda" in state:
             torch.cuda.set_rng_state(state["random.cuda"].cpu(), self.x.device)
-        self.step, self.name = int(meta["step"]), meta["name"]
-        if not key_file.exists():
-            return self.debug_seed is not None
-        values = json.loads(key_file.read_text())
-        key_file.unlink()
-        fresh, self.keys = self.keys, {k: bytes.fromhex(values[k]) for k in ("noise", "sampling")}
-        if values["step"] == self.step and values["data"] == self.fingerprint:
-            return True
-        self.keys = fresh
-        self.__dict__.pop("fingerprint", None)
-        return False
-
-    def _charged(self, ledger: Ledger) -> list[float]:
-        """Return the sigmas of releases that were charged after the checkpoint.
-
-        With the same keys and data they come out the same, so they are not charged again. With new
-        keys they would be new releases, and are charged.
-        """
-        charged = sum(event.count for event in ledger.spent(self.name))
-        return self.sigmas[self.step : charged]
-
-
-def _replace(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file beside its place and move it there once it is on disk."""
-    partial = path.with_name(path.name + ".partial")
-    write(partial)
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def _write_private(path: Path, text: str) -> None:
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
+        self.step, self.run, self.label = checkpoint.step, checkpoint.run, checkpoint.label
 
 
 @contextlib.contextmanager
-def _deferred_interrupt() -> Iterator[Callable[[], bool]]:
-    """Hold the first Ctrl-C back until a step is complete; a second one interrupts at once."""
-    seen: list[int] = []
+def _deferred_interrupt() -> Iterator[Callable[[], BaseException | None]]:
+    """Hold the first Ctrl-C, or request to end, back until a step is complete.
+
+    A second one acts at once.
+    """
+    seen: list[BaseException] = []
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
+        yield lambda: None
         return
 
     def note(number: int, frame: object) -> None:
+        wish = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
         if seen:
-            raise KeyboardInterrupt
-        seen.append(number)
+            raise wish
+        seen.append(wish)
 
-    before = signal.signal(signal.SIGINT, note)
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: bool(seen)
+        yield lambda: seen[0] if seen else None
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import os
 
@@ -171,7 +172,8 @@ def test_reserved_releases_are_spent_at_once_and_used_one_by_one():
     assert gate.ledger.releases == 3
     for _ in range(4):
         gate(DenseContributions(torch.zeros(5, 2)))
-    assert gate.ledger.events == (draw.event(1.0, 4),)
+    event = dataclasses.replace(draw.event(1.0, 4), order=gate.attempt.key)
+    assert gate.ledger.events == (event,)
     gate.reserve(1, noise_multiplier=2.0)
     with pytest.raises(ValueError, match="another value was reserved"):
         gate(DenseContributions(torch.zeros(5, 2)))

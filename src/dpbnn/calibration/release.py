@@ -12,13 +12,13 @@ from torch import Tensor
 
 from dpbnn.contributions.base import ChunkedContributions, Contributions, DenseContributions
 from dpbnn.predictive import ClassPredictive, Predictive, RealPredictive
-from dpbnn.privacy.events import Event
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.plan import Plan, plan
-from dpbnn.privacy.statement import PrivacyStatement, statement_of
+from dpbnn.privacy.statement import PrivacyStatement, event_of, statement_of
 
+UNKNOWN = "nothing is known of the training of the model: it has no privacy statement"
 _ROWS = 1 << 21  # numbers of a block of contributions
 
 
@@ -98,19 +98,17 @@ class Budget:
         """Return the statement of everything in the ledger and of the training, once each.
 
         **Guarantee.** Releases of the training that the ledger does not hold are added. Nothing is
-        private that was trained without privacy.
+        private that was trained without privacy, or of which it is not known.
         """
         before = self.before
         if before is not None and not before.private:
             return before
         own = gate.statement(delta=self.delta)
-        if before is None:
-            note = "the training of the model is not part of this statement: nothing is known of it"
-            return dataclasses.replace(own, caveats=(*own.caveats, note))
         if not own.private:
             return own
-        held = self._without(own.mechanisms, gate)
-        missing = [m for m in before.mechanisms if not _holds(held, m)]
+        if before is None:
+            return PrivacyStatement.not_private(UNKNOWN)
+        missing = [m for m in before.mechanisms if m.get("ledger") != self.ledger.id]
         if not missing:
             return dataclasses.replace(
                 own,
@@ -122,11 +120,12 @@ class Budget:
             )
         mechanisms = [*missing, *own.mechanisms]
         return PrivacyStatement.of(
-            [_event(m) for m in mechanisms],
+            [event_of(m) for m in mechanisms],
             delta=self.delta,
             relation=self.ledger.relation,
             labels=[m["label"] for m in mechanisms],
             clip=[m["clip"] for m in mechanisms],
+            ledger=[m.get("ledger", "") for m in mechanisms],
             unit=before.unit,
             public=[p for p in before.public if p not in own.public],
             covers=[c for c in before.covers if c not in own.covers],
@@ -134,22 +133,6 @@ class Budget:
             tuning_runs=before.tuning_runs,
             caveats=[c for c in before.caveats if c not in own.caveats],
         )
-
-    def _without(self, mechanisms: tuple[dict[str, Any], ...], gate: Gate) -> list[dict[str, Any]]:
-        """Return what the ledger held before this gate's releases, which look like older ones."""
-        new = {
-            "label": gate.label,
-            "sampling": self.plan.sampling,
-            "noise_multiplier": gate.noise_multiplier,
-            "clip": gate.clip,
-            "n": self.plan.n,
-        }
-        return [
-            {**m, "releases": m["releases"] - self.plan.steps}
-            if all(m[name] == value for name, value in new.items())
-            else m
-            for m in mechanisms
-        ]
 
 
 class RowBlocks(ChunkedContributions):
@@ -208,20 +191,6 @@ def check_targets(predictive: Predictive, y: Tensor) -> None:
         )
     else:
         predictive.log_prob(y)  # refuses labels that are none of the classes
-
-
-def _holds(mechanisms: list[dict[str, Any]], wanted: dict[str, Any]) -> bool:
-    """Return whether a mechanism is among others, with at least as many releases."""
-    return any(
-        m["releases"] >= wanted["releases"]
-        and all(m[k] == v for k, v in wanted.items() if k not in ("releases", "sample_rate"))
-        for m in mechanisms
-    )
-
-
-def _event(m: dict[str, Any]) -> Event:
-    """Return the event of a mechanism; partitions all begin at batch 0, where they cost most."""
-    return Event(m["sampling"], m["noise_multiplier"], m["releases"], m["n"], m["batch_size"])
 
 
 def _union(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:

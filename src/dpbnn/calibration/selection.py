@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpbnn.calibration.release import Budget, RowBlocks, check_targets, checked, release
+from dpbnn.calibration.release import UNKNOWN, Budget, RowBlocks, check_targets, checked, release
 from dpbnn.predictive import ClassPredictive, Predictive
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
@@ -65,8 +65,8 @@ def select(
 
     **Guarantee.** One release of the gate, recorded before it is made; zero-out moves it by at
     most the clip. The choice and the scores are post-processing. The statement covers whatever the
-    ledger holds, so all candidates must have been trained on that ledger; one that was not is
-    refused where it can be told.
+    ledger holds, so all candidates must have been trained on that ledger; others are refused. A
+    choice among models of which one is not private, or has no statement, is not private.
 
     Args:
         candidates: fitted posteriors or estimators, by name or in a list.
@@ -133,26 +133,23 @@ def _privacy(candidate: Any) -> PrivacyStatement | None:
 
 
 def _check_ledger(candidates: dict[Any, Any], ledger: Ledger) -> None:
-    """Refuse candidates whose releases cannot all be in the ledger."""
-    seen: dict[int, Any] = {}
+    """Refuse candidates whose releases are in another ledger."""
     for name, posterior in candidates.items():
         statement = _privacy(posterior)
         if statement is None or not statement.private:
             continue
-        releases = sum(m["releases"] for m in statement.mechanisms)
-        other = seen.setdefault(releases, name)
-        if releases > ledger.releases or other != name:
+        if any(mechanism.get("ledger") != ledger.id for mechanism in statement.mechanisms):
             raise ValueError(
-                f"candidate {name!r}: was not trained on this ledger, or not after the others; "
-                f"train all candidates with the same ledger= and pass it here"
+                f"candidate {name!r}: was not trained on this ledger; train all candidates with "
+                f"the same ledger= and pass it here"
             )
 
 
 def _statement(candidates: dict[Any, Any], gate: Gate, budget: Budget) -> PrivacyStatement:
-    """Return the ledger's statement, or that of a candidate which is not private."""
-    known = [s for s in map(_privacy, candidates.values()) if s is not None]
-    unsafe = next((s for s in known if not s.private), None)
-    if unsafe is not None:
-        return unsafe
-    unit = {"unit": known[0].unit} if known else {}
-    return gate.statement(delta=budget.delta, tuning_runs=0, **unit)
+    """Return the ledger's statement, unless a candidate is not private, or not known to be."""
+    known = [_privacy(candidate) for candidate in candidates.values()]
+    for statement in known:
+        if statement is None or not statement.private:
+            return statement or PrivacyStatement.not_private(UNKNOWN)
+    assert known[0] is not None
+    return gate.statement(delta=budget.delta, tuning_runs=0, unit=known[0].unit)

@@ -176,7 +176,7 @@ def fitted(
         "epsilon": epsilon,
         "bounds": (-1.0, 1.0),
         "hidden": _widths(options["hidden"]),
-        "ledger": None if epsilon is None else ledger(options["delta"] or default_delta(len(x))),
+        "ledger": ledger(options["delta"] or default_delta(len(x))),
         "random_state": options["seed"],
         "progress": speaker.progress,
         **{

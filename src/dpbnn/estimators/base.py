@@ -115,6 +115,7 @@ class PrivateBayes(BaseEstimator):
             tuning_runs=self.tuning_runs,
             progress=self.progress,
             debug_seed=None if plan.private else seed,
+            beside_paid=True,
         )
         self.temperature_, self.threshold_, statement = held.found(
             self._in_double(posterior) if held else posterior,
@@ -210,7 +211,7 @@ class PrivateBayes(BaseEstimator):
         return type(self)(**copied, ledger=ledger)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a pickle holds: the posterior as its files."""
+        """Return what a pickle holds: the posterior as its files, and no ledger in memory."""
         if isinstance(self.ledger, Ledger) and self.ledger.path is None:
             raise TypeError(
                 "ledger: one in memory cannot be shared with a copy of the estimator; give the "
@@ -219,6 +220,8 @@ class PrivateBayes(BaseEstimator):
         state = dict(super().__getstate__())
         if "posterior_" in state:
             state["posterior_"] = storage.packed(state["posterior_"])
+            if state["ledger_"] is not None and state["ledger_"].path is None:
+                state["ledger_"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -326,8 +329,6 @@ class PrivateBayes(BaseEstimator):
 
     def _ledger(self, delta: float) -> Ledger:
         """Return the ledger; a new file gets this estimator's epsilon and delta as its budget."""
-        if self.epsilon is None:
-            return Ledger()
         book = self._given_ledger()
         if book is not None:
             return book

@@ -137,7 +137,7 @@ class _Release:
 
 def _kind(gate: Gate, event: Event, sums: dict[str, Tensor]) -> tuple[Any, ...]:
     shapes = tuple((name, tuple(value.shape)) for name, value in sums.items())
-    return (gate.label, gate.clip, gate.sensitivity, event, shapes)
+    return (gate.label, gate.clip, gate.sensitivity, dataclasses.replace(event, order=""), shapes)
 
 
 class _First:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from numbers import Real
 from typing import Any
 
-__all__ = ["check_count", "check_numbers", "check_positive", "first_line"]
+__all__ = ["check_count", "check_numbers", "check_one_process", "check_positive", "first_line"]
 
 
 def first_line(error: Exception) -> str:
@@ -37,3 +38,13 @@ def check_count(least: int = 1, **values: Any) -> None:
     for name, value in values.items():
         if value is not None and not (least <= value < math.inf and value == math.floor(value)):
             raise ValueError(f"{name}={value}: must be a whole number >= {least}")
+
+
+def check_one_process() -> None:
+    """Raise under torchrun and its like, where every process would train a model of its own."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size.strip() not in ("", "0", "1"):
+        raise RuntimeError(
+            f"WORLD_SIZE={size}: several processes were started together, and each would make "
+            f"releases of its own and state only those; start one process, or unset WORLD_SIZE"
+        )

@@ -30,6 +30,8 @@ class Event:
         n: number of records, public; needed for every sampling but "full-batch".
         batch_size: expected batch size, likewise.
         start: for "partition", the position in the sequence of batches of the first release.
+        order: for "partition", a name of the order that the records were in. Batches are fixed by
+            position, so the batches of two orders are two partitions.
     """
 
     sampling: str
@@ -38,6 +40,7 @@ class Event:
     n: int | None = None
     batch_size: float | None = None
     start: int = 0
+    order: str = ""
 
     def __post_init__(self) -> None:
         if self.sampling not in _SAMPLINGS:
@@ -55,6 +58,11 @@ class Event:
         if self.n is None or self.batch_size is None:
             return 1.0
         return self.batch_size / self.n
+
+    @property
+    def partition(self) -> bool:
+        """Whether batches are fixed by position, so that it matters which ones were released."""
+        return self.sampling == "partition"
 
     @property
     def amplified(self) -> bool:
@@ -99,22 +107,23 @@ def gaussian_mu(events: Iterable[Event], relation: Relation) -> float:
         mu^2 = sum_full s^2/sigma^2 + sum_partitions max_batch sum_{releases of it} s^2/sigma^2.
 
     **Guarantee.** Adaptive composition of Gaussian mechanisms is exactly mu-GDP (Dong, Roth, Su
-    2022, Corollary 2). The batches of a partition are fixed by position, so all partitions of the
-    same (n, batch_size) are the same one, also across runs; different partitions add up their
-    maxima, which is an upper bound.
+    2022, Corollary 2). Batches are fixed by position, so events of the same (n, batch_size, order)
+    have the same batches. Different partitions add up their maxima, which is an upper bound: a
+    record may lie in the worst batch of each.
     """
     squared = 0.0
-    partitions: dict[tuple[int, float], list[Event]] = {}
+    partitions: dict[tuple[int, float, str], list[Event]] = {}
     for event in events:
         if event.count == 0:
             continue
         if event.noise_multiplier == 0:
             return math.inf
-        if event.sampling == "partition":
-            partitions.setdefault((event.n or 0, event.batch_size or 0), []).append(event)
+        if event.partition:
+            key = (event.n or 0, event.batch_size or 0, event.order)
+            partitions.setdefault(key, []).append(event)
         else:
             squared += event.count * (relation.shift / event.noise_multiplier) ** 2
-    for (n, batch_size), passes in partitions.items():
+    for (n, batch_size, _), passes in partitions.items():
         squared += _worst_batch(passes, math.ceil(n / batch_size), relation)
     return math.sqrt(squared)
 

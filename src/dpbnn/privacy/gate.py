@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import math
+import os
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
+from dpbnn.privacy.checks import check_one_process
 from dpbnn.privacy.events import Event, check_relation
-from dpbnn.privacy.ledger import Ledger
+from dpbnn.privacy.ledger import Attempt, Ledger
 from dpbnn.privacy.noise import NoiseSource
 
 if TYPE_CHECKING:
@@ -72,7 +76,8 @@ class Gate:
     deviation sigma * C in every coordinate, from a source of its own. The ledger holds the event of
     the sampler and this sigma, on disk, before the sum is even formed. So each call is one Gaussian
     release of the accounted kind, provided that the batch was drawn by `sampler`; without a sampler
-    the event claims no amplification. An empty batch is released as noise.
+    the event claims no amplification. An empty batch is released as noise. Threads take turns; a
+    forked process has reserved nothing, and cannot use what its parent has.
 
     With clip=inf and noise_multiplier=0 the gate is open: what passes is not private, and the
     ledger and the statement say so.
@@ -87,7 +92,8 @@ class Gate:
         noise: the source of noise; a new one from operating-system entropy by default.
         label: what the releases are for, in the ledger and the statement.
         step: position of the first release in the sampler's sequence, when a run is resumed.
-        charged: sigmas of the next releases where the ledger holds them already, likewise.
+        attempt: who makes the releases, when a run is resumed; somebody new by default. What the
+            ledger holds of this very attempt is not charged again.
         watchers: get the clipped norms of every release, for the data holder's eyes; what they
             do comes after the release and reaches it in no way.
     """
@@ -102,9 +108,10 @@ class Gate:
         noise: NoiseSource | None = None,
         label: str = "",
         step: int = 0,
-        charged: Sequence[float] = (),
+        attempt: Attempt | None = None,
         watchers: Sequence[Watcher] = (),
     ) -> None:
+        check_one_process()
         self.clips = dict(clip) if isinstance(clip, Mapping) else {"": float(clip)}
         for group, value in self.clips.items():
             if not value > 0:
@@ -118,9 +125,12 @@ class Gate:
         self.noise = NoiseSource() if noise is None else noise
         self.label = label
         self.step = step
-        self._reserved = deque(charged)
         self._watchers = tuple(watchers)
+        self._guard, self._process = threading.RLock(), os.getpid()
+        self.attempt = Attempt.new() if attempt is None else attempt
         check_relation(self._event(self.noise_multiplier, 1, step), self.ledger.relation)
+        charged = attempt is not None and self.noise.private
+        self._reserved = deque(self.ledger.covered(self.attempt, step) if charged else ())
 
     @property
     def sensitivity(self) -> float:
@@ -139,11 +149,17 @@ class Gate:
         seeded source hides nothing, and is recorded as no noise.
         """
         sigma = self._sigma(noise_multiplier)
-        if OBSERVER.get() is None:
-            hidden = sigma if self.noise.private else 0.0
-            event = self._event(hidden, count, self.step + len(self._reserved))
-            self.ledger.spend(event, label=self.label, clip=self.clip)
-        self._reserved.extend([sigma] * count)
+        with self._mine():
+            if OBSERVER.get() is None:
+                hidden = sigma if self.noise.private else 0.0
+                first = self.step + len(self._reserved)
+                self.ledger.spend(
+                    self._event(hidden, count, first),
+                    label=self.label, clip=self.clip, attempt=self.attempt, step=first,
+                )  # fmt: skip
+            else:
+                self.ledger.observe()
+            self._reserved.extend([sigma] * count)
 
     def __call__(
         self,
@@ -168,16 +184,17 @@ class Gate:
             raise ValueError(
                 "mean=True: needs a sampler, whose expected batch size divides the sum"
             )
-        if not self._reserved:
-            self.reserve(1, sigma)
-        if self._reserved.popleft() != sigma:
-            raise ValueError(
-                f"noise_multiplier={sigma:g}: another value was reserved for this release; "
-                f"reserve in the order of use"
-            )
-        event = self._event(sigma, 1, self.step)
-        self.step += 1
         observer = OBSERVER.get()
+        with self._mine():
+            if not self._reserved:
+                self.reserve(1, sigma)
+            if self._reserved.popleft() != sigma:
+                raise ValueError(
+                    f"noise_multiplier={sigma:g}: another value was reserved for this release; "
+                    f"reserve in the order of use"
+                )
+            event = self._event(sigma, 1, self.step)
+            self.step += 1
         norms: list[Tensor] = []
         sums = self._clipped_sum(contributions, records, observer, norms)
         if observer is not None:
@@ -258,10 +275,27 @@ class Gate:
             weights.update(dict.fromkeys(own, _factor(norms, self.clips[group])))
         return weights
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a Gate cannot be pickled or copied: the copy would use what this one has reserved; "
+            "make a new Gate on the same ledger"
+        )
+
+    def _mine(self) -> threading.RLock:
+        """Return the lock of this process; one that was forked starts with nothing reserved."""
+        if self._process != os.getpid():
+            self._guard, self._process = threading.RLock(), os.getpid()
+            self._reserved.clear()
+            self.attempt = Attempt.new()
+        return self._guard
+
     def _event(self, sigma: float, count: int, start: int) -> Event:
         if self.sampler is None:
             return Event("full-batch", sigma, count)
-        return self.sampler.event(sigma, count, start)
+        event = self.sampler.event(sigma, count, start)
+        if event.partition:
+            return dataclasses.replace(event, order=self.attempt.key)
+        return event
 
     def _sigma(self, noise_multiplier: float | None) -> float:
         if noise_multiplier is None:

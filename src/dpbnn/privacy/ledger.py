@@ -4,37 +4,53 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
+import math
 import os
+import secrets
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from dpbnn.privacy import accountants
 from dpbnn.privacy.checks import check_numbers
 from dpbnn.privacy.events import Event, check_relation
+from dpbnn.privacy.ledger_file import LedgerCorrupted, LedgerFile
 from dpbnn.privacy.plan import round_up
 from dpbnn.privacy.relation import Relation
 from dpbnn.privacy.statement import PrivacyStatement
 
-try:
-    import fcntl
-except ImportError:  # pragma: no cover
-    fcntl = None  # type: ignore[assignment]
+__all__ = ["Attempt", "BudgetExceeded", "Ledger", "LedgerCorrupted"]
 
-__all__ = ["BudgetExceeded", "Ledger", "LedgerCorrupted"]
-
-SCHEMA = 1
+SCHEMA = 2
 
 
 class BudgetExceeded(RuntimeError):
     """The next release would cost more than is left; nothing was spent."""
 
 
-class LedgerCorrupted(RuntimeError):
-    """The ledger file does not say reliably what was spent."""
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """Who makes releases, by name.
+
+    The release of an attempt at a step is one and the same however often it is computed: same
+    noise, same function. Another key, or another function, is another attempt.
+
+    Attributes:
+        run: name of the run.
+        key: name of the key of its noise and sampling; the key itself is secret.
+        what: a digest of all that is computed.
+    """
+
+    run: str
+    key: str
+    what: str = ""
+
+    @classmethod
+    def new(cls) -> Attempt:
+        """Return an attempt of its own, for one gate."""
+        return cls(secrets.token_hex(8), secrets.token_hex(8))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,26 +64,26 @@ class _Mechanism:
 
 @dataclasses.dataclass(frozen=True)
 class _Spend:
-    """An entry: index of the mechanism, position of its first release, number of releases."""
+    """An entry: mechanism and attempt by number, the steps, and their position in a partition."""
 
     mechanism: int
-    start: int
+    attempt: int
+    step: int
     count: int
-
-    def to_dict(self) -> dict[str, int]:
-        return {"spend": self.mechanism, "start": self.start, "count": self.count}
+    start: int
 
 
 class Ledger:
     """Records every release and enforces a budget.
 
-    The file holds one JSON object a line: a header (relation, budget), a line for every new
-    mechanism, and a line for every spend (one release or a block of them). Each line carries a
-    checksum chained to the line before it.
+    The file holds one JSON object a line: a header (name, relation, budget), a line for every new
+    mechanism and every new attempt, and a line for every spend: which attempt makes which steps by
+    which mechanism. `ledger.jsonl.head` beside it says how the file must end.
 
     **Guarantee.** `spend` returns only after the entry is on disk (fsync), so a crash can only
-    over-count. A torn last line counts as spent. The budget is checked before anything is
-    written; processes that share a file are serialised by a lock and see each other's entries.
+    over-count. A file that has lost or changed anything is refused (`LedgerCorrupted`). The budget
+    is checked before anything is written; threads and processes that share a ledger take turns and
+    see each other's entries. A ledger in memory cannot be copied, pickled or used after a fork.
 
     Args:
         path: the file, created if missing; None keeps the record in memory.
@@ -99,15 +115,42 @@ class Ledger:
         self.path = None if path is None else Path(path)
         self._header: dict[str, Any] = {
             "dpbnn_ledger": SCHEMA,
+            "id": secrets.token_hex(16),
             "relation": str(Relation.parse(relation or Relation.ZERO_OUT)),
             "epsilon": epsilon,
             "delta": delta,
             "accountant": accountant,
         }
-        self._allowance: tuple[Event | None, int, int]
-        self._reset()
-        if self.path is not None:
-            self._open(given=relation is not None)
+        self._guard, self._process = threading.RLock(), os.getpid()
+        self._mechanisms: dict[_Mechanism, int] = {}
+        self._attempts: dict[Attempt, int] = {}
+        self._entries: list[_Spend] = []
+        self._lost = self._observed = False
+        self._allowance: tuple[Event | None, int, int] = (None, 0, 0)
+        self._file = None if self.path is None else LedgerFile(self.path)
+        if self._file is not None:
+            self._open(self._file, given=relation is not None)
+
+    @property
+    def id(self) -> str:
+        """Name of this ledger, drawn when it was made."""
+        name: str = self._header["id"]
+        return name
+
+    @property
+    def head(self) -> str:
+        """Checksum of all entries so far; of a ledger in memory, their number."""
+        self._refresh()
+        if self._file is None:
+            return str(len(self._entries))
+        return self._file.checks[self._file.offset]
+
+    def holds(self, head: str) -> bool:
+        """Return whether the ledger once had this head, so that nothing before it is missing."""
+        self._refresh()
+        if self._file is None:
+            return head.isdigit() and int(head) <= len(self._entries)
+        return bool(head) and head in self._file.checks.values()
 
     @property
     def relation(self) -> Relation:
@@ -124,8 +167,7 @@ class Ledger:
     @property
     def events(self) -> tuple[Event, ...]:
         """Everything spent, in order, runs of one mechanism joined."""
-        self._refresh()
-        return tuple(event for event, _ in self._spends())
+        return tuple(event for event, _ in self._refresh())
 
     @property
     def releases(self) -> int:
@@ -134,40 +176,95 @@ class Ledger:
 
     def spent(self, label: str) -> tuple[Event, ...]:
         """Return what was spent under a label, in order."""
-        self._refresh()
-        return tuple(event for event, mechanism in self._spends() if mechanism.label == label)
+        return tuple(event for event, mechanism in self._refresh() if mechanism.label == label)
+
+    def steps(self, run: str) -> int:
+        """Return how many different steps of a run are recorded, by any of its attempts."""
+        with self._mine():
+            self._refresh()
+            mine = {number for attempt, number in self._attempts.items() if attempt.run == run}
+            found: set[int] = set()
+            for entry in self._entries:
+                if entry.attempt in mine:
+                    found.update(range(entry.step, entry.step + entry.count))
+            return len(found)
+
+    def covered(self, attempt: Attempt, step: int) -> list[float]:
+        """Return the sigmas of the steps from `step` on that are charged to an attempt already."""
+        with self._mine():
+            self._refresh()
+            sigmas = [mechanism.event.noise_multiplier for mechanism in self._mechanisms]
+            charged = {
+                entry.step + i: sigmas[entry.mechanism]
+                for entry in self._entries
+                if entry.attempt == self._attempts.get(attempt)
+                for i in range(entry.count)
+            }
+        found = []
+        while step in charged:
+            found.append(charged[step])
+            step += 1
+        return found
 
     def epsilon(self, delta: float | None = None, accountant: str | None = None) -> float:
         """Return epsilon of everything spent, at `delta` (by default the ledger's)."""
         events = self.events
-        delta = delta if delta is not None else self._header["delta"]
-        if delta is None:
-            raise ValueError("delta: missing; this ledger was made without one, so pass delta")
+        delta = self._delta(delta)
+        if self._observed:
+            return math.inf
+        if self._lost:
+            return self.budget[0] if self.budget and self.budget[1] == delta else math.inf
         return self._cost(events, delta, accountant)
 
     def statement(self, *, delta: float | None = None, **details: Any) -> PrivacyStatement:
-        """Return the privacy statement of everything spent; see `PrivacyStatement.of`."""
-        self._refresh()
-        delta = delta if delta is not None else self._header["delta"]
-        if delta is None:
-            raise ValueError("delta: missing; this ledger was made without one, so pass delta")
-        spends = self._spends()
+        """Return the privacy statement of everything spent; see `PrivacyStatement.of`.
+
+        **Guarantee.** Not private, whatever the entries say, where releases were observed (by
+        `dpbnn.replay`, which charges nothing), or where entries were lost and no budget bounds
+        what they can have been.
+        """
+        spends, delta = self._refresh(), self._delta(delta)
+        if self._observed:
+            return PrivacyStatement.not_private(
+                "releases were observed or replayed, and are in no ledger"
+            )
+        if self._lost:
+            if not math.isfinite(self.epsilon(delta)):
+                return PrivacyStatement.not_private("entries of the ledger were lost")
+            lost = "entries of the ledger were lost; its whole budget counts as spent"
+            details = {**details, "epsilon": self.epsilon(delta)}
+            details["caveats"] = (*details.get("caveats", ()), lost)
         return PrivacyStatement.of(
             [event for event, _ in spends],
             delta=delta,
             relation=self.relation,
             labels=[mechanism.label for _, mechanism in spends],
             clip=[mechanism.clip for _, mechanism in spends],
+            ledger=self.id,
             **{"accountant": self._header["accountant"], **details},
         )
 
-    def spend(self, event: Event, *, label: str = "", clip: float | None = None) -> None:
+    def observe(self) -> None:
+        """Note that releases were made that are not recorded; no statement is private then."""
+        self._observed = True
+
+    def spend(
+        self,
+        event: Event,
+        *,
+        label: str = "",
+        clip: float | None = None,
+        attempt: Attempt | None = None,
+        step: int = 0,
+    ) -> None:
         """Record `event` durably, or raise and record nothing.
 
         Args:
             event: the releases about to be made; made only after this returns.
             label: what they are for.
             clip: the clip they use, for the statement.
+            attempt: who makes them; by default somebody new.
+            step: the attempt's number of the first of them.
 
         Raises:
             BudgetExceeded: if the budget does not hold them.
@@ -175,29 +272,94 @@ class Ledger:
         """
         check_relation(event, self.relation)
         mechanism = _Mechanism(dataclasses.replace(event, count=1, start=0), label, clip)
-        with self._locked():
+        attempt = Attempt.new() if attempt is None else attempt
+        with self._mine(), contextlib.ExitStack() as stack:
+            locked = None
+            if self._file is not None:
+                locked = stack.enter_context(self._file.locked(writing=True))
+                self._take(locked.read())
             self._afford(event)
+            lines: list[dict[str, Any]] = []
             if mechanism not in self._mechanisms:
                 values = {"event": mechanism.event.to_dict(), "label": label, "clip": clip}
-                self._append({"mechanism": len(self._mechanisms), **values})
-                self._mechanisms[mechanism] = len(self._mechanisms)
-            spend = _Spend(self._mechanisms[mechanism], event.start, event.count)
-            self._append({**spend.to_dict(), "time": round(time.time(), 3)})
-            self._entries.append(spend)
+                lines.append({"mechanism": len(self._mechanisms), **values})
+            if attempt not in self._attempts:
+                lines.append({"attempt": len(self._attempts), **dataclasses.asdict(attempt)})
+            spend = _Spend(
+                self._mechanisms.get(mechanism, len(self._mechanisms)),
+                self._attempts.get(attempt, len(self._attempts)),
+                step, event.count, event.start,
+            )  # fmt: skip
+            lines.append({"spend": dataclasses.asdict(spend), "time": round(time.time(), 3)})
+            if locked is not None:
+                locked.append(lines)
+            self._take(lines, own=True)
 
     def check(self, events: Iterable[Event]) -> None:
         """Raise BudgetExceeded if the budget does not hold `events`; nothing is spent."""
-        self._refresh()
-        self._refuse(tuple(events))
+        with self._mine():
+            self._refresh()
+            self._refuse(tuple(events))
+
+    @classmethod
+    def repair(cls, path: str | os.PathLike[str]) -> Ledger:
+        """Mend a ledger that is refused, counting the most that can have been spent.
+
+        **Guarantee.** Where only the last entry is damaged or missing, its head says what it was,
+        and it counts in full, whether its releases were made or not. Where more is lost, the whole
+        budget counts as spent from then on; without a budget nothing is private any more. The
+        damaged files stay beside it.
+        """
+        file = LedgerFile(Path(path))
+        with contextlib.suppress(LedgerCorrupted):
+            return cls(path)
+        content, complete = file.repair()
+        if not content:
+            raise LedgerCorrupted(
+                f"{path}: has no readable first line, so nothing of it can be saved. Restore it "
+                f"from a backup, or count its whole budget as spent and give another path"
+            )
+        mark = time.strftime("%Y%m%d-%H%M%S") + f"-{secrets.token_hex(2)}"
+        for part in (file.path, file.head_path):
+            if part.exists():
+                os.replace(part, part.with_name(f"{part.name}.damaged-{mark}"))
+        file.rewrite(content)
+        book = cls(path)
+        if not complete:
+            book._lose()
+        return book
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Let a copy of a ledger file open the file; refuse copies of one in memory."""
+        if self.path is None:
+            raise TypeError(
+                "a ledger in memory cannot be copied or pickled: the copies would not see each "
+                "other's entries; give it a path"
+            )
+        return type(self), (self.path,)
+
+    def _delta(self, delta: float | None) -> float:
+        delta = delta if delta is not None else self._header["delta"]
+        if delta is None:
+            raise ValueError("delta: missing; this ledger was made without one, so pass delta")
+        return delta
+
+    def _lose(self) -> None:
+        """Record that entries were lost."""
+        assert self._file is not None
+        with self._mine(), self._file.locked(writing=True) as locked:
+            self._take(locked.read())
+            locked.append([{"lost": True}])
+            self._lost = True
 
     def _spends(self) -> list[tuple[Event, _Mechanism]]:
         """Return the entries as events, runs of one mechanism joined."""
         mechanisms = list(self._mechanisms)
         joined: list[_Spend] = []
-        for spend in (*self._entries, *([self._torn_spend] if self._torn_spend else [])):
+        for spend in self._entries:
             if joined and joined[-1].mechanism == spend.mechanism:
                 last = joined[-1]
-                partition = mechanisms[spend.mechanism].event.sampling == "partition"
+                partition = mechanisms[spend.mechanism].event.partition
                 if not partition or last.start + last.count == spend.start:
                     joined[-1] = dataclasses.replace(last, count=last.count + spend.count)
                     continue
@@ -223,13 +385,13 @@ class Ledger:
         epsilon, delta = self.budget
         unit = dataclasses.replace(event, count=1, start=0)
         key, left, ahead = self._allowance
-        if key == unit and event.count <= left and event.sampling != "partition":
+        if key == unit and event.count <= left and not event.partition:
             self._allowance = (key, left - event.count, ahead)
             return
         spent = tuple(e for e, _ in self._spends())
-        if key == unit and event.count < 2 * ahead and event.sampling != "partition":
+        if key == unit and event.count < 2 * ahead and not event.partition:
             block = dataclasses.replace(event, count=2 * ahead)
-            if self._cost((*spent, block), delta) <= epsilon:
+            if not self._lost and self._cost((*spent, block), delta) <= epsilon:
                 self._allowance = (unit, block.count - event.count, block.count)
                 return
         self._refuse((event,))
@@ -240,6 +402,17 @@ class Ledger:
         if self.budget is None:
             return
         epsilon, delta = self.budget
+        if self._lost:
+            raise BudgetExceeded(
+                "entries of this ledger were lost, so its whole budget counts as spent; use a new "
+                "ledger with a budget of its own"
+            )
+        if any(event.count and not event.noise_multiplier for event in events):
+            raise BudgetExceeded(
+                f"releases without noise would use up any budget, and this ledger has one of "
+                f"epsilon {epsilon:g} at delta {delta:g}; nothing was spent. Train privately, or "
+                f"without this ledger"
+            )
         spent = tuple(event for event, _ in self._spends())
         cost = self._cost((*spent, *events), delta)
         if cost > epsilon:
@@ -251,32 +424,17 @@ class Ledger:
                 f"noise, fewer steps or a new budget"
             )
 
-    def _reset(self) -> None:
-        self._mechanisms: dict[_Mechanism, int] = {}
-        self._entries: list[_Spend] = []
-        self._check = ""
-        self._offset = 0
-        self._torn = False
-        self._torn_spend: _Spend | None = None
-        self._allowance = (None, 0, 0)
-
-    def _open(self, given: bool) -> None:
+    def _open(self, file: LedgerFile, given: bool) -> None:
         """Create the file with its header, or read it and compare what was asked for."""
-        assert self.path is not None
-        if fcntl is None:  # pragma: no cover
-            raise OSError("ledger files need POSIX file locks, which this system does not have")
         asked = self._header
-        with self._locked():
-            if self._offset == 0:
-                self._append(asked)
-                directory = os.open(self.path.parent, os.O_RDONLY)
-                try:
-                    os.fsync(directory)
-                finally:
-                    os.close(directory)
+        with file.locked(writing=True) as locked:
+            lines = locked.read()
+            if not lines:
+                locked.append([asked])
                 return
+            self._take(lines)
         for name, value in asked.items():
-            if name == "relation" and not given:
+            if name == "id" or (name == "relation" and not given):
                 continue
             if name == "delta" and asked["epsilon"] is None and self.budget is None:
                 continue
@@ -287,138 +445,47 @@ class Ledger:
                 )
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the file's lock, with all entries of other processes read."""
-        if self.path is None:
+    def _mine(self) -> Iterator[None]:
+        """Keep other threads out; a forked process gets a lock of its own."""
+        if self._process != os.getpid():
+            if self._file is None:
+                raise RuntimeError(
+                    "a ledger in memory was forked: two processes would each count their own "
+                    "releases alone; give the ledger a path"
+                )
+            self._guard, self._process = threading.RLock(), os.getpid()
+        with self._guard:
             yield
-            return
-        try:
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        except OSError as error:
-            raise _unwritable(error, self.path) from None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-            self._read()
-            if self._torn:
-                self._mend()
-            yield
-        finally:
-            os.close(self._file)
 
-    def _refresh(self) -> None:
-        if self.path is not None:
-            self._file = os.open(self.path, os.O_RDONLY)
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_SH)
-                self._read()
-            finally:
-                os.close(self._file)
+    def _refresh(self) -> list[tuple[Event, _Mechanism]]:
+        """Take in what others have recorded and return everything spent."""
+        with self._mine():
+            if self._file is not None:
+                with self._file.locked(writing=False) as locked:
+                    self._take(locked.read())
+            return self._spends()
 
-    def _read(self) -> None:
-        """Take in the lines added since the last time."""
-        size = os.fstat(self._file).st_size
-        if size < self._offset:
-            raise LedgerCorrupted(
-                f"{self.path} became shorter: entries were removed. Restore it from a backup, or "
-                f"count the whole budget as spent"
-            )
-        self._torn, self._torn_spend = False, None
-        data = os.pread(self._file, size - self._offset, self._offset)
-        if data:
+    def _take(self, lines: list[dict[str, Any]], *, own: bool = False) -> None:
+        """Take lines of the file in, or those just written."""
+        if lines and not own:
             self._allowance = (None, 0, 0)
-        while data:
-            line, newline, rest = data.partition(b"\n")
-            values = _parse(line) if newline else None
-            if values is None and self._offset == 0:
-                raise LedgerCorrupted(
-                    f"{self.path} has no readable header, so it is no ledger, or one in which no "
-                    f"release was recorded yet: delete it, or give another path"
-                )
-            if values is None and not rest:
-                self._count_torn()
-                return
-            check = None if values is None else values.pop("check")
-            if values is None or check != _checksum(self._check, values):
-                raise LedgerCorrupted(
-                    f"{self.path} is damaged at byte {self._offset}. Restore it from a backup, or "
-                    f"count the whole budget as spent and start a new ledger with what remains"
-                )
-            self._take(values)
-            self._check = check
-            self._offset += len(line) + 1
-            data = rest
-
-    def _take(self, values: dict[str, Any]) -> None:
-        if self._offset == 0:
-            if values["dpbnn_ledger"] != SCHEMA:
-                raise LedgerCorrupted(
-                    f"{self.path} has schema {values['dpbnn_ledger']}, this version reads {SCHEMA}"
-                )
-            self._header = values
-        elif "mechanism" in values:
-            event = Event.from_dict(values["event"])
-            mechanism = _Mechanism(event, values["label"], values["clip"])
-            self._mechanisms[mechanism] = values["mechanism"]
-        else:
-            self._entries.append(_Spend(values["spend"], values["start"], values["count"]))
-
-    def _count_torn(self) -> None:
-        """Count a torn last line as a spend: the newest mechanism's largest so far, or one release.
-
-        The release itself cannot have been used, since entries are on disk before that.
-        """
-        self._torn = True
-        if self._mechanisms:
-            newest = len(self._mechanisms) - 1
-            index = newest
-            if self._entries and any(entry.mechanism == newest for entry in self._entries):
-                index = self._entries[-1].mechanism
-            same = [entry for entry in self._entries if entry.mechanism == index]
-            self._torn_spend = max(same, key=lambda e: e.count, default=_Spend(index, 0, 1))
-
-    def _mend(self) -> None:
-        """Replace a torn last line by the spend that it counts as."""
-        spend = self._torn_spend
-        os.ftruncate(self._file, self._offset)
-        self._torn, self._torn_spend = False, None
-        if spend is not None:
-            self._append({**spend.to_dict(), "torn": True})
-            self._entries.append(spend)
-
-    def _append(self, values: dict[str, Any]) -> None:
-        """Write one line and wait until it is on disk."""
-        check = _checksum(self._check, values)
-        line = json.dumps({**values, "check": check}).encode() + b"\n"
-        if self.path is not None:
-            try:
-                view = memoryview(line)
-                while view:
-                    view = view[os.write(self._file, view) :]
-                os.fsync(self._file)
-            except OSError as error:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self._file, self._offset)
-                raise _unwritable(error, self.path) from None
-        self._check = check
-        self._offset += len(line)
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the entry in a line, or None if there is none."""
-    try:
-        values = json.loads(line)
-    except ValueError:
-        return None
-    return values if isinstance(values, dict) and "check" in values else None
-
-
-def _unwritable(error: OSError, path: Path) -> OSError:
-    cure = "give a path in a writable folder with space left"
-    return type(error)(
-        error.errno, f"the ledger cannot be written: {error.strerror}; {cure}", str(path)
-    )
-
-
-def _checksum(previous: str, values: dict[str, Any]) -> str:
-    text = previous + json.dumps(values, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+        for values in lines:
+            if "dpbnn_ledger" in values:
+                if values["dpbnn_ledger"] != SCHEMA:
+                    raise LedgerCorrupted(
+                        f"{self.path} has schema {values['dpbnn_ledger']}, this version reads "
+                        f"{SCHEMA}. Keep the file as a record, start a new one, and plan with what "
+                        f"it has spent beside: dpbnn.plan(..., beside=[...])"
+                    )
+                self._header = values
+            elif "mechanism" in values:
+                event = Event.from_dict(values["event"])
+                mechanism = _Mechanism(event, values["label"], values["clip"])
+                self._mechanisms[mechanism] = values["mechanism"]
+            elif "attempt" in values:
+                who = {name: values[name] for name in ("run", "key", "what")}
+                self._attempts[Attempt(**who)] = values["attempt"]
+            elif "lost" in values:
+                self._lost = True
+            else:
+                self._entries.append(_Spend(**values["spend"]))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from dpbnn.privacy.checks import check_numbers
 from dpbnn.privacy.events import Event
+from dpbnn.privacy.keys import ratchet
 
 if TYPE_CHECKING:
     import numpy as np
@@ -87,25 +88,28 @@ class Sampler(ABC):
     ) -> Iterator[torch.Tensor]:
         """Yield batches `start` to `start + steps - 1` as tensors of record indices.
 
-        Batch t is a function of (key, t) alone, so that an interrupted run goes on with the
-        batches it would have had.
+        Batch t is a function of (key, t) alone, and the key moves on with every batch. So an
+        interrupted run goes on with the batches it would have had, and its key says nothing of
+        those before.
 
         Args:
             steps: how many batches.
             start: index of the first batch.
-            key: secret of at least 16 bytes; drawn from operating-system entropy by default.
+            key: secret of 16 to 64 bytes, that of batch `start`: `ratchet(key, start)` where `key`
+                is that of batch 0; drawn from operating-system entropy by default.
         """
         import numpy as np
         import torch
 
         if key is None:
             key = FROZEN_KEY.get() or secrets.token_bytes(32)
-        elif len(key) < 16:
-            raise ValueError(f"key: has {len(key)} bytes, must have at least 16")
+        elif not 16 <= len(key) <= 64:
+            raise ValueError(f"key: has {len(key)} bytes, must have 16 to 64")
         for step in range(start, start + steps):
             seed = hashlib.blake2b(
-                step.to_bytes(8, "big"), key=key[:64], digest_size=32, person=b"dpbnn-sampling"
+                step.to_bytes(8, "big"), key=key, digest_size=32, person=b"dpbnn-sampling"
             ).digest()
+            key = ratchet(key)
             generator = np.random.Generator(np.random.PCG64DXSM(int.from_bytes(seed, "big")))
             yield torch.from_numpy(self._draw(step, generator))
 

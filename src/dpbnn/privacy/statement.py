@@ -43,7 +43,8 @@ class PrivacyStatement:
         accountant: name of the accountant.
         accountant_version: the code that computed epsilon.
         mechanisms: one entry per kind of release: label, sampling, noise_multiplier, clip,
-            sample_rate, n, batch_size, releases.
+            sample_rate, n, batch_size, releases, and the name of the ledger that holds them; of a
+            partition also start and order.
         public: what is treated as public.
         covers: which outputs the guarantee covers.
         randomness: where noise and sampling came from.
@@ -85,6 +86,7 @@ class PrivacyStatement:
         debug: bool = False,
         tuning_runs: int | None = None,
         caveats: Sequence[str] = (),
+        ledger: str | Sequence[str] = "",
     ) -> PrivacyStatement:
         """State the guarantee of a sequence of events.
 
@@ -106,6 +108,7 @@ class PrivacyStatement:
             debug: whether noise or sampling was seeded, which voids the guarantee.
             tuning_runs: declared number of other runs that chose the settings.
             caveats: further remarks.
+            ledger: name of the ledger that holds the events, or one per event; empty for none.
         """
         events = list(events)
         relation = Relation.parse(relation)
@@ -117,6 +120,7 @@ class PrivacyStatement:
         if epsilon is None:
             epsilon = chosen.epsilon(events, delta, relation)
         clips = list(clip) if isinstance(clip, Sequence) else [clip] * len(events)
+        books = [ledger] * len(events) if isinstance(ledger, str) else list(ledger)
         names = [*labels, *([""] * (len(events) - len(labels)))]
         return cls(
             private=math.isfinite(epsilon),
@@ -127,7 +131,7 @@ class PrivacyStatement:
             delta=delta,
             accountant=chosen.name,
             accountant_version=chosen.version,
-            mechanisms=_mechanisms(events, names, clips),
+            mechanisms=_mechanisms(events, names, clips, books),
             public=(*_PUBLIC, *public),
             covers=(*_COVERS, *covers),
             randomness=randomness,
@@ -216,26 +220,36 @@ def statement_of(privacy: PrivacyStatement | Mapping[str, Any]) -> PrivacyStatem
 
 
 def _mechanisms(
-    events: list[Event], labels: list[str], clips: list[float | None]
+    events: list[Event], labels: list[str], clips: list[float | None], ledgers: list[str]
 ) -> tuple[dict[str, Any], ...]:
-    """Describe events, adding up those that are alike."""
-    counts: dict[tuple[Any, ...], int] = {}
-    for event, label, clip in zip(events, labels, clips, strict=True):
-        key = (label, event.sampling, event.noise_multiplier, clip, event.n, event.batch_size)
+    """Describe events, adding up those that are alike; parts of a partition stay apart."""
+    counts: dict[tuple[str, float | None, str, Event], int] = {}
+    for event, label, clip, ledger in zip(events, labels, clips, ledgers, strict=True):
+        key = (label, clip, ledger, dataclasses.replace(event, count=1))
         counts[key] = counts.get(key, 0) + event.count
     return tuple(
         {
             "label": label,
-            "sampling": sampling,
-            "noise_multiplier": sigma,
+            "sampling": event.sampling,
+            "noise_multiplier": event.noise_multiplier,
             "clip": clip,
-            "sample_rate": None if n is None else batch_size / n,
-            "n": n,
-            "batch_size": batch_size,
+            "sample_rate": None if event.n is None else event.rate,
+            "n": event.n,
+            "batch_size": event.batch_size,
             "releases": count,
+            "ledger": ledger,
+            **({"start": event.start, "order": event.order} if event.partition else {}),
         }
-        for (label, sampling, sigma, clip, n, batch_size), count in counts.items()
+        for (label, clip, ledger, event), count in counts.items()
     )
+
+
+def event_of(mechanism: Mapping[str, Any]) -> Event:
+    """Return the event that an entry of `PrivacyStatement.mechanisms` describes."""
+    names = ("sampling", "noise_multiplier", "n", "batch_size")
+    where = {name: mechanism[name] for name in ("start", "order") if name in mechanism}
+    given = {name: mechanism[name] for name in names}
+    return Event(count=mechanism["releases"], **given, **where)
 
 
 def _caveats(

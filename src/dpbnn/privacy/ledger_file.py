@@ -1,0 +1,240 @@
+"""The file of a ledger: lines in a checksum chain, and the chain's head in a second file.
+
+    ledger.jsonl        one JSON object a line; each carries a checksum of itself and of the
+                        checksum before it
+    ledger.jsonl.head   the length of the file, its last checksum, and the last lines themselves
+
+Lines come first, then the head; only then may what they announce be done. (The very first line
+comes after its head, so a file without a head is never a new one.) So everything that was done is
+within the head. A file that is shorter than its head says, or other, has lost something and is
+refused. Whole lines beyond the head are of a process that died on the way; they count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dpbnn.privacy.locks import lock, sync_folder, unlock
+
+__all__ = ["LedgerCorrupted", "LedgerFile"]
+
+
+class LedgerCorrupted(RuntimeError):
+    """The ledger does not say reliably what was spent."""
+
+
+class LedgerFile:
+    """Reads and appends lines under a lock.
+
+    **Guarantee.** `append` returns only after lines and head are on disk. A file that does not hold
+    what its head says, or that ends in a torn line, raises `LedgerCorrupted`, whatever the cause: a
+    flipped byte, a line removed, an older copy put back. Processes that share the file take turns.
+
+    Args:
+        path: of the ledger; the head lies beside it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.head_path = path.with_name(path.name + ".head")
+        self.offset = 0
+        self.checks = {0: ""}  # checksum of everything before an offset at which a line begins
+
+    @contextlib.contextmanager
+    def locked(self, *, writing: bool) -> Iterator[_Locked]:
+        """Hold the file's lock: for `append`, or for reading only."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND if writing else os.O_RDONLY
+        try:
+            fd = os.open(self.path, flags | getattr(os, "O_BINARY", 0), 0o600)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and not writing:
+                raise self._corrupted("is gone") from None
+            raise _unwritable(error, self.path) from None
+        try:
+            lock(fd, exclusive=writing)
+            try:
+                yield _Locked(self, fd)
+            finally:
+                unlock(fd)
+        finally:
+            os.close(fd)
+
+    def repair(self) -> tuple[bytes, bool]:
+        """Return the content that the file should have, and whether nothing can be missing in it.
+
+        Where the head is whole, its lines are known, so damage to them can be undone, and a torn
+        line beyond them announced nothing that was done. Anything else is lost; the content is then
+        what can be read before it.
+        """
+        content = self.path.read_bytes() if self.path.is_file() else b""
+        head = self._head()
+        whole, check, checks = b"", "", {0: ""}
+        for line in content.splitlines(keepends=True):
+            found = _checked(line, check)
+            if found is None:
+                break
+            whole, check = whole + line, found[1]
+            checks[len(whole)] = check
+        if head is None:
+            return whole, False
+        if checks.get(head["size"]) == head["check"]:
+            return whole, True
+        known = head["lines"].encode()
+        start = head["size"] - len(known)
+        first = _checked(known.splitlines(keepends=True)[0], checks.get(start, "none"))
+        return (whole[:start] + known, True) if first is not None else (whole, False)
+
+    def rewrite(self, content: bytes) -> None:
+        """Write a new file with this content and the head that goes with it."""
+        last = content.splitlines(keepends=True)[-1]
+        self._write_head(len(content), json.loads(last)["check"], last)
+        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            _write(fd, content)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        sync_folder(self.path.parent)
+
+    def _head(self) -> dict[str, Any] | None:
+        """Return the head, or None where there is none that is whole."""
+        try:
+            values = json.loads(self.head_path.read_bytes())
+            found = values.pop("sum")
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            return None
+        return values if found == _digest(values) else None
+
+    def _write_head(self, size: int, check: str, lines: bytes) -> None:
+        values = {"size": size, "check": check, "lines": lines.decode()}
+        partial = self.head_path.with_name(self.head_path.name + ".partial")
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            _write(fd, json.dumps({**values, "sum": _digest(values)}).encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(partial, self.head_path)
+
+    def _corrupted(self, what: str) -> LedgerCorrupted:
+        return LedgerCorrupted(
+            f"{self.path} {what}, so it is not known for sure what was spent. Restore it from a "
+            f"backup, together with {self.head_path.name}; or run 'dpbnn account --repair "
+            f"{self.path}', which counts the most that can have been spent"
+        )
+
+
+class _Locked:
+    """A ledger file while its lock is held."""
+
+    def __init__(self, file: LedgerFile, fd: int) -> None:
+        self.file, self.fd = file, fd
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the lines that were added since the last time."""
+        file = self.file
+        size, head = os.fstat(self.fd).st_size, file._head()
+        if size == 0 and file.offset == 0 and not file.head_path.exists():
+            return []
+        if head is None:
+            raise file._corrupted(f"is no ledger, or has no whole {file.head_path.name} beside it")
+        if size == 0 and file.offset == 0 and len(head["lines"].encode()) == head["size"]:
+            return []  # the process that made it died before its first line
+        if size < max(head["size"], file.offset):
+            raise file._corrupted(f"became shorter: its head says {head['size']} bytes")
+        os.lseek(self.fd, file.offset, os.SEEK_SET)
+        found, end, checks = [], file.offset, {file.offset: file.checks[file.offset]}
+        for line in _read(self.fd, size - file.offset).splitlines(keepends=True):
+            values = _checked(line, checks[end])
+            if values is None:
+                raise file._corrupted(f"is damaged or torn at byte {end}")
+            found.append(values[0])
+            end += len(line)
+            checks[end] = values[1]
+        if {**file.checks, **checks}.get(head["size"]) != head["check"]:
+            raise file._corrupted("is not what its head says")
+        file.offset = end
+        file.checks |= checks
+        return found
+
+    def append(self, entries: list[dict[str, Any]]) -> None:
+        """Write lines and wait until they are on disk; after an error nothing counts as written."""
+        file = self.file
+        end, check, lines, checks = file.offset, file.checks[file.offset], b"", {}
+        for values in entries:
+            check = _checksum(check, values)
+            line = json.dumps({**values, "check": check}).encode() + b"\n"
+            lines += line
+            end += len(line)
+            checks[end] = check
+        try:
+            if not file.offset:
+                file._write_head(end, check, lines)
+            _write(self.fd, lines)
+            os.fsync(self.fd)
+            if file.offset:
+                file._write_head(end, check, lines)
+            sync_folder(file.path.parent)
+        except BaseException as error:
+            self._undo()
+            if isinstance(error, OSError):
+                raise _unwritable(error, file.path) from None
+            raise
+        file.offset = end
+        file.checks |= checks
+
+    def _undo(self) -> None:
+        """Take back lines that the head does not know; where that fails too, they count."""
+        with contextlib.suppress(OSError):
+            if not self.file.offset:
+                self.file.head_path.unlink(missing_ok=True)
+            head = self.file._head()
+            if head is None or head["size"] <= self.file.offset:
+                os.ftruncate(self.fd, self.file.offset)
+
+
+def _checked(line: bytes, before: str) -> tuple[dict[str, Any], str] | None:
+    """Return a line's values and checksum, or None where it is not whole."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        values: dict[str, Any] = json.loads(line)
+        check = values.pop("check")
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return None
+    return (values, check) if check == _checksum(before, values) else None
+
+
+def _checksum(before: str, values: dict[str, Any]) -> str:
+    text = before + json.dumps(values, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _digest(values: dict[str, Any]) -> str:
+    return _checksum("head", values)
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _read(fd: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size and (part := os.read(fd, size - len(data))):
+        data += part
+    return data
+
+
+def _unwritable(error: OSError, path: Path) -> OSError:
+    cure = "give a path in a writable folder with space left"
+    return type(error)(
+        error.errno, f"the ledger cannot be written: {error.strerror}; {cure}", str(path)
+    )
