@@ -4,8 +4,10 @@ A version is a function of a monkeypatch that spoils the real code; it returns f
 the test that must fail, or None. `test_privacy_bugs.py` says which test fails on which version.
 """
 
+import contextlib
 import dataclasses
 import importlib
+import json
 import math
 from collections.abc import Callable
 from hashlib import blake2b
@@ -17,7 +19,7 @@ import torch
 from torch import nn
 
 import dpbnn
-from dpbnn import training
+from dpbnn import checkpoint, runs, training
 from dpbnn.contributions import Contributions, DenseContributions, network
 from dpbnn.contributions.attach import Attached
 from dpbnn.contributions.network import Microbatched, NetworkContributions
@@ -28,7 +30,7 @@ from dpbnn.likelihoods import Categorical
 from dpbnn.methods.base import Descent
 from dpbnn.methods.sep import SEPProcess
 from dpbnn.methods.sgd import SGDProcess
-from dpbnn.privacy import gate, ledger, plan
+from dpbnn.privacy import gate, ledger, ledger_file, noise, plan, sampling
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
@@ -631,3 +633,106 @@ def bad_rows_end_the_run(patch: Patch) -> None:
             original(self, batch)
 
     around(patch, training._Run, "_one", one)
+
+
+# 35 to 48: ledgers, resumes, keys
+
+
+def a_run_goes_on_with_any_ledger(patch: Patch) -> None:
+    patch.setattr(Ledger, "id", property(lambda self: "any"))
+    patch.setattr(Ledger, "holds", lambda self, head: True)
+    patch.setattr(Ledger, "steps", lambda self, run: 10**9)
+
+
+def the_head_is_not_looked_at(patch: Patch) -> None:
+    """The head is made up from whatever the file holds."""
+
+    def head(self):
+        content = self.path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        lines = whole.splitlines(keepends=True)[-1:]
+        try:
+            check = json.loads(lines[0])["check"] if lines else ""
+        except ValueError:
+            return None
+        return {"size": len(whole), "check": check, "lines": b"".join(lines).decode()}
+
+    patch.setattr(ledger_file.LedgerFile, "_head", head)
+
+
+def a_run_keeps_its_ledger_to_itself_until_it_ends(patch: Patch) -> None:
+    book = runs.Workspace.book
+    patch.setattr(
+        runs.Workspace, "book",
+        lambda self, delta: book(
+            dataclasses.replace(self, ledger=self.folder / "ledger.jsonl"), delta
+        ),
+    )  # fmt: skip
+
+
+def observed_releases_leave_no_mark(patch: Patch) -> None:
+    patch.setattr(Ledger, "observe", lambda self: None)
+
+
+def all_orders_are_one_partition(patch: Patch) -> None:
+    def event(original, self, *args):
+        return dataclasses.replace(original(self, *args), order="")
+
+    around(patch, Gate, "_event", event)
+
+
+def charges_serve_any_attempt(patch: Patch) -> None:
+    def covered(self, attempt, step):
+        return [2.0] * max(0, self.releases - step)
+
+    patch.setattr(Ledger, "covered", covered)
+
+
+def reservations_survive_a_fork(patch: Patch) -> None:
+    patch.setattr(Gate, "_mine", lambda self: self._guard)
+
+
+def seeded_noise_is_recorded_as_noise(patch: Patch) -> None:
+    patch.setattr(NoiseSource, "private", property(lambda self: True))
+
+
+def keys_serve_any_function(patch: Patch) -> None:
+    patch.setattr(checkpoint.Keys, "bind", lambda self, **parts: None)
+
+
+def keys_never_move_on(patch: Patch) -> None:
+    for module in (noise, sampling, checkpoint):
+        patch.setattr(module, "ratchet", lambda key, times=1: key, raising=False)
+
+
+def several_processes_train_at_once(patch: Patch) -> None:
+    for module in (gate, training):
+        patch.setattr(module, "check_one_process", lambda: None)
+
+
+def folders_are_not_locked(patch: Patch) -> None:
+    patch.setattr(checkpoint, "lock", lambda fd, wait: True)
+
+
+def beside_is_left_to_others(patch: Patch) -> None:
+    patch.setattr(training._Run, "_unpaid", lambda self, ledger: ())
+
+
+def what_is_unknown_is_called_private(patch: Patch) -> None:
+    module = importlib.import_module("dpbnn.calibration.selection")
+
+    def statement(candidates, gate, budget):
+        return gate.statement(delta=budget.delta)
+
+    patch.setattr(module, "_statement", statement)
+
+
+def open_fits_are_recorded_nowhere(patch: Patch) -> None:
+    def opened(original, self, delta):
+        return Ledger() if self.epsilon is None else original(self, delta)
+
+    around(patch, importlib.import_module("dpbnn.estimators.base").PrivateBayes, "_ledger", opened)
+
+
+def ledgers_have_no_lock(patch: Patch) -> None:
+    patch.setattr(Ledger, "_mine", lambda self: contextlib.nullcontext())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -127,15 +127,16 @@ class RunFolder:
             raise FileNotFoundError(
                 f"{self.state_file}: no checkpoint to go on with; leave resume out"
             )
-        with safe_open(self.state_file, "pt") as file:
-            meta = file.metadata()
-        if "ledger" not in meta:
+        try:
+            with safe_open(self.state_file, "pt") as file:
+                meta = file.metadata()
+            tensors = load_file(self.state_file, device=str(device))
+            return Checkpoint(tensors=tensors, **{**meta, "step": int(meta["step"])})
+        except (SafetensorError, KeyError, TypeError, ValueError):
             raise ValueError(
-                f"{self.state_file}: written by an earlier version, which did not name its ledger; "
-                f"start a new run in another folder, on the same ledger"
-            )
-        tensors = load_file(self.state_file, device=str(device))
-        return Checkpoint(tensors=tensors, **{**meta, "step": int(meta["step"])})
+                f"{self.state_file}: damaged, or written by an earlier version. Restore it from a "
+                f"backup; or start a new run in another folder, on the same ledger"
+            ) from None
 
     def save(self, make: Callable[[], Checkpoint], keys: Keys | None) -> None:
         """Replace the checkpoint and its keys.
@@ -154,18 +155,23 @@ class RunFolder:
                 **dataclasses.asdict(keys),
                 **{name: getattr(keys, name).hex() for name in _SECRET},
                 "step": checkpoint.step,
+                "state": self._state(),
             }
             _replace(self.key_file, lambda path: _write_private(path, json.dumps(values)))
 
     def keys(self, step: int) -> Keys | None:
-        """Return the keys of a step, or None where there are none."""
+        """Return the keys that were written with the checkpoint of a step, or None."""
         try:
             values: dict[str, Any] = json.loads(self.key_file.read_text())
-            if values.pop("step") != step:
+            if (values.pop("step"), values.pop("state")) != (step, self._state()):
                 return None
             return Keys(**{**values, **{n: bytes.fromhex(values[n]) for n in _SECRET}})
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
+
+    def _state(self) -> str:
+        with self.state_file.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def forget_keys(self) -> None:
         """Delete the keys on disk, durably."""

@@ -295,6 +295,7 @@ class _Run:
             )
             try:
                 self.process.ready()
+                self._forget_keys()  # so that going on twice from here cannot repeat noise
                 yield
             finally:
                 self.process.close()
@@ -345,11 +346,10 @@ class _Run:
         return ledger
 
     def _opened_keys(self, before: Checkpoint | None) -> Keys:
-        """Return keys that serve this computation alone; those on disk are used up by it.
+        """Return keys that serve this computation alone.
 
-        They are deleted before anything is released, so that going on twice from one checkpoint
-        cannot repeat noise. Without keys the steps after the checkpoint get new ones: they are
-        other releases, and are charged.
+        Without keys on disk the steps after the checkpoint get new ones: they are other releases,
+        and are charged.
         """
         if self.debug_seed is not None:
             seed = hashlib.sha256(f"debug {self.debug_seed}".encode()).digest()
@@ -369,7 +369,6 @@ class _Run:
                 data=(self.x, self.y, self.rows.kept),
                 rest=(self.seed, self.microbatch_size, self.x.device.type),
             )
-            self.folder.forget_keys()
         return keys
 
     def _unpaid(self, ledger: Ledger) -> tuple[Event, ...]:
@@ -410,6 +409,9 @@ class _Run:
                     self._save_checkpoint()
                 if stop:
                     raise stop
+        self._forget_keys()
+
+    def _forget_keys(self) -> None:
         if self.folder is not None:
             self.folder.forget_keys()
 
@@ -464,7 +466,13 @@ class _Run:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         state, prefix = checkpoint.tensors, "process."
-        self.process.restore({k[len(prefix) :]: v for k, v in state.items() if prefix in k})
+        try:
+            self.process.restore({k[len(prefix) :]: v for k, v in state.items() if prefix in k})
+        except (RuntimeError, KeyError, IndexError):
+            raise ValueError(
+                f"{self.out}: the checkpoint does not fit this network and method; give the same "
+                f"ones as before, or another folder"
+            ) from None
         torch.set_rng_state(state["random.cpu"].cpu())
         if "random.cuda" in state:
             torch.cuda.set_rng_state(state["random.cuda"].cpu(), self.x.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import math
 import os
 import secrets
@@ -311,6 +312,12 @@ class Ledger:
         damaged files stay beside it.
         """
         file = LedgerFile(Path(path))
+        if not file.path.exists() and not file.head_path.exists():
+            raise FileNotFoundError(
+                errno.ENOENT,
+                "no such ledger; give the path of one that a run has written",
+                str(path),
+            )
         with contextlib.suppress(LedgerCorrupted):
             return cls(path)
         content, complete = file.repair()

@@ -148,6 +148,10 @@ class _Locked:
             return []  # the process that made it died before its first line
         if size < max(head["size"], file.offset):
             raise file._corrupted(f"became shorter: its head says {head['size']} bytes")
+        known = head["lines"].encode()
+        os.lseek(self.fd, head["size"] - len(known), os.SEEK_SET)
+        if _read(self.fd, len(known)) != known:
+            raise file._corrupted("has other last lines than its head says")
         os.lseek(self.fd, file.offset, os.SEEK_SET)
         found, end, checks = [], file.offset, {file.offset: file.checks[file.offset]}
         for line in _read(self.fd, size - file.offset).splitlines(keepends=True):
