@@ -24,8 +24,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dpbnn import likelihoods, posteriors
+from dpbnn.contributions import UnsupportedModel
 from dpbnn.contributions.kept import Kept
 from dpbnn.likelihoods import Likelihood
+from dpbnn.messages import unquoted
 from dpbnn.methods.base import Method, OpenProcess, Problem, Process
 from dpbnn.mixtures import GaussianMixture, checked_points
 from dpbnn.networks import LearnedNoise
@@ -45,6 +47,10 @@ from dpbnn.rows import Rows, checked_rows
 __all__ = ["fit", "load"]
 
 _BLOCK = 50  # releases that are written to the ledger at once
+_FAILED = (
+    "the method, the network or the likelihood raised an error on a batch of the data",
+    "run it on public rows of that shape to see more",
+)
 
 
 def fit(
@@ -91,7 +97,9 @@ def fit(
         device: "cpu" or "cuda"; the model's by default.
         microbatch_size: most examples recorded at once.
         on_bad_rows: "error" refuses rows that are not finite, whose label is none of the classes,
-            or that the network or likelihood raises on; "zero" lets them contribute nothing.
+            or that the network or likelihood raises on, and says how many there are; "show" does
+            the same and names rows and what was raised, which quotes private data; "zero" lets
+            them contribute nothing.
         tuning_runs: how many other runs on this data chose the settings, for the statement.
         progress: show a progress bar; by default on a terminal.
         debug_seed: seeds noise and sampling; the statement then says "debug: not private".
@@ -348,7 +356,8 @@ class _Run:
             same = next((i for i, s in enumerate(ahead) if s != sigma), len(ahead))
             self.gate.reserve(same, sigma)
         records = batch.to(self.x.device)
-        contributions = self.process.contribute(self.x[records], self.y[records])
+        with unquoted(*_FAILED, let=(UnsupportedModel,)):
+            contributions = self.process.contribute(self.x[records], self.y[records])
         kept = self.rows.kept
         if kept is not None:
             contributions = Kept(contributions, kept[records])
@@ -356,7 +365,8 @@ class _Run:
         self.process.update(release)
         if isinstance(self.process, OpenProcess) and not self.plan.private:
             whole = records if kept is None else records[kept[records]]
-            self.process.visit(self.x[whole], self.y[whole], whole.cpu())
+            with unquoted(*_FAILED):
+                self.process.visit(self.x[whole], self.y[whole], whole.cpu())
         self.step += 1
 
     def posterior(self, tuning_runs: int | None) -> Posterior:

@@ -16,6 +16,7 @@ from dpbnn.contributions.rules import Recorder, Unit, rule_for
 from dpbnn.contributions.tape import Discovery, Draw, Key, Tape, replaced_forwards
 from dpbnn.likelihoods import Likelihood
 from dpbnn.likelihoods import likelihood as named_likelihood
+from dpbnn.messages import unquoted
 from dpbnn.networks import GaussianLayer
 from dpbnn.privacy.checks import first_line
 
@@ -23,6 +24,10 @@ Space = Literal["weights", "parameters"]
 LikelihoodLike = str | Likelihood | Callable[[Any, Any], Tensor]
 DataFree = Mapping[str, Tensor] | Callable[[Draws], Mapping[str, Tensor]]
 Inputs = Tensor | tuple[Tensor, ...]
+_FAILED = (
+    "the network or the likelihood raised an error on this batch",
+    "run them on public rows of that shape to see more",
+)
 
 
 def _arguments(x: Inputs) -> tuple[Tensor, ...]:
@@ -362,13 +367,15 @@ class Attached:
         found, draws = self._layouts[signature], self.draw()
         constants = self._constants(data_free, draws)
         size = self.microbatch_size
-        if size is None or len(y) <= size:
-            return self.record(arguments, y, draws, constants, found)
 
         def piece(start: int, stop: int) -> NetworkContributions:
             part = tuple(t[start:stop] for t in arguments)
-            return self.record(part, y[start:stop], draws, constants, found)
+            with unquoted(*_FAILED, let=(UnsupportedModel,)):
+                return self.record(part, y[start:stop], draws, constants, found)
 
+        if size is None or len(y) <= size:
+            with unquoted(*_FAILED, let=(UnsupportedModel,)):
+                return self.record(arguments, y, draws, constants, found)
         starts = [*range(0, len(y), size), len(y)]
         return Microbatched(piece, starts, self._shapes, self.device, public(draws))
 
