@@ -25,7 +25,15 @@ BELOW = {
     "predictive": set(),
     "priors": set(),
     "report": {"privacy", "predictive", ""},
-    "posteriors": {"messages", "predictive", "likelihoods", "mixtures", "networks", "", "__version__"},
+    "posteriors": {
+        "messages",
+        "predictive",
+        "likelihoods",
+        "mixtures",
+        "networks",
+        "",
+        "__version__",
+    },
     "moments": {"contributions", "likelihoods", "mixtures", "posteriors", "priors"},
     "methods": {
         "privacy",

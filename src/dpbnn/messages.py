@@ -134,7 +134,7 @@ def as_numbers(values: Any) -> Any:
         array = np.asarray(values)
     except Exception:  # rows of different lengths; a cell that cannot be converted
         array = _objects(values)
-    if array.dtype.kind not in "OUST":
+    if array.ndim == 0 or array.dtype.kind not in "OUST":
         return array if array.dtype.kind in "biuf" else values
     flat = [_number(value) for value in array.reshape(-1).tolist()]
     return np.array(flat, dtype=np.float64).reshape(array.shape)

@@ -337,9 +337,7 @@ def _checked(values: Tensor, name: str, axes: int) -> Tensor:
         values = values.float()
     bad = values.isnan()
     if bad.any():
-        raise ValueError(
-            f"{name} holds {int(bad.sum())} NaN; check the inputs and the weights."
-        )
+        raise ValueError(f"{name} holds {int(bad.sum())} NaN; check the inputs and the weights.")
     return values
 
 

@@ -212,7 +212,8 @@ class Records:
                 f"for every input, and at least one"
             )
         records = cls(x, y, torch.ones(len(x), dtype=torch.bool), on_bad_rows)
-        return records._without(~x.reshape(len(x), -1).isfinite().all(1), "inputs must be finite")
+        bad = ~x.reshape(len(x), -1).isfinite().all(1)
+        return records._without(bad, "inputs must be finite, no NaN or infinity")
 
     def predicted(self, predict: Callable[[Tensor], Predictive]) -> tuple[Predictive, Records]:
         """Return a prediction for every record; rows that it fails on are no longer kept."""
@@ -240,7 +241,7 @@ class Records:
                     f"the calibration targets have shape {list(y.shape)} for predictions of shape "
                     f"{list(predictive.mean.shape)}; give one for each"
                 )
-            good, expected = y.isfinite(), "targets must be finite, without NaN or infinity"
+            good, expected = y.isfinite(), "targets must be finite, no NaN or infinity"
         elif not isinstance(predictive, ClassPredictive) or predictive.mean.dim() != 2:
             raise TypeError(
                 f"{type(predictive).__name__} of shape {list(predictive.mean.shape)} was "

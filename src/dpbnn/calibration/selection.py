@@ -126,9 +126,7 @@ def _scores(
         if hasattr(candidate, "classes_"):
             y = torch.as_tensor(candidate.numbers(records.y))
     else:
-        predictive, records = records.predicted(
-            lambda x: candidate.predict(x, samples, seed=seed)
-        )
+        predictive, records = records.predicted(lambda x: candidate.predict(x, samples, seed=seed))
     y, kept = records.targets(predictive, y)
     if score == "log_prob":
         found = predictive.log_prob(y.to(predictive.mean.device)).double().clamp(min=-1e4)

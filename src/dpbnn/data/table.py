@@ -282,9 +282,7 @@ def _columns(
     return {str(name): column_of(str(name), cells, source, on_bad_rows) for name, cells in pairs}
 
 
-def column_of(
-    name: str, values: np.ndarray, source: str, on_bad_rows: str = "error"
-) -> np.ndarray:
+def column_of(name: str, values: np.ndarray, source: str, on_bad_rows: str = "error") -> np.ndarray:
     """Return a column in one of the two forms that a table holds."""
     if values.ndim != 1:
         raise TableError(f"{source}: column {name!r} has {values.ndim} axes; give one value a row")

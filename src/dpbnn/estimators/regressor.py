@@ -43,7 +43,7 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
             rows is held out for them, and a fifth of epsilon pays for them.
         ledger: path of a ledger file, or a `Ledger`, that all fits share.
         tuning_runs: how many other runs chose these settings.
-        on_bad_rows: "error" or "zero".
+        on_bad_rows: "error", "show" or "zero".
         random_state: of initialisation and prediction.
         device: "cpu" or "cuda".
         progress: show a progress bar.
