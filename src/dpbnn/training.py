@@ -35,7 +35,7 @@ from dpbnn.posteriors import Posterior
 from dpbnn.priors import Gaussian, Prior
 from dpbnn.privacy.accountants import accountant
 from dpbnn.privacy.bayesian import BayesianAccountant
-from dpbnn.privacy.checks import check_count, first_line
+from dpbnn.privacy.checks import check_count, first_line, quoted
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
@@ -117,7 +117,7 @@ def fit(
     likely = likelihoods.likelihood(likelihood) if isinstance(likelihood, str) else likelihood
     if not isinstance(likely, Likelihood):
         raise ValueError(
-            f"likelihood={likely!r}: must be a name such as 'categorical', or have a method "
+            f"likelihood={quoted(likely)}: must be a name such as 'categorical', or have a method "
             f"log_prob(outputs, y)"
         )
     settled, clip = method.settled(plan)
@@ -192,7 +192,7 @@ def check_kinds(**given: Any) -> None:
     }
     for name, value in given.items():
         if name in kinds and value is not None and not isinstance(value, kinds[name][0]):
-            raise ValueError(f"{name}={value!r}: must be {kinds[name][1]}")
+            raise ValueError(f"{name}={quoted(value)}: must be {kinds[name][1]}")
     device = given.get("device")
     if device is not None:
         try:

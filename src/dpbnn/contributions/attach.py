@@ -18,7 +18,7 @@ from dpbnn.likelihoods import Likelihood
 from dpbnn.likelihoods import likelihood as named_likelihood
 from dpbnn.messages import unquoted
 from dpbnn.networks import GaussianLayer
-from dpbnn.privacy.checks import first_line
+from dpbnn.privacy.checks import first_line, quoted
 
 Space = Literal["weights", "parameters"]
 LikelihoodLike = str | Likelihood | Callable[[Any, Any], Tensor]
@@ -47,8 +47,8 @@ def _log_prob(likelihood: LikelihoodLike) -> Callable[[Any, Any], Tensor]:
     if callable(likelihood):
         return likelihood
     raise TypeError(
-        f"likelihood={likelihood!r} has no log_prob; pass 'categorical', 'gaussian', an object "
-        "with log_prob(outputs, y), or a function (outputs, y) -> log_prob [batch]."
+        f"likelihood={quoted(likelihood)} has no log_prob; pass 'categorical', 'gaussian', an "
+        "object with log_prob(outputs, y), or a function (outputs, y) -> log_prob [batch]."
     )
 
 

@@ -162,6 +162,11 @@ class Schema:
             "# numbers; 'zeros' or 'category' for categories. other = true takes in unknown\n"
             "# categories; log = true suits skewed numbers that are never negative.\n"
         )
+        if not table.named:
+            notes += (
+                "# The names of the columns are the first line of the table. If that line is a\n"
+                "# record, delete this file, which then quotes it, and give names (--names).\n"
+            )
         return notes + toml.dumps({"target": {"name": target, **key}, "columns": columns})
 
     @classmethod

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dpbnn.messages import as_numbers, unquoted
+from dpbnn.privacy.checks import quoted
 from dpbnn.privacy.events import Event
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
@@ -346,7 +347,7 @@ def _even(range: tuple[Any, Any], cells: int, columns: int) -> np.ndarray:
 def _levels(q: Any) -> np.ndarray:
     levels = np.atleast_1d(np.asarray(q, dtype=np.float64))
     if not ((levels >= 0) & (levels <= 1)).all():
-        raise ValueError(f"q={q}: must lie in [0, 1]")
+        raise ValueError(f"q={quoted(q)}: must lie in [0, 1]")
     return levels
 
 

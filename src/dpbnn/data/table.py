@@ -56,7 +56,7 @@ class Table(Mapping[str, np.ndarray]):
         named: bool = True,
     ) -> None:
         self._columns = dict(columns)
-        self._named = named
+        self.named = named
         self.source = source
         self.missing = missing
         self._lines = lines
@@ -114,8 +114,8 @@ class Table(Mapping[str, np.ndarray]):
             show: whether they may be quoted anyway.
         """
         some = self.names if names is None else names
-        if self._named or show:
-            return f"the columns {shown(some)}"
+        if self.named or show:
+            return f"the column{'s' * (len(some) != 1)} {shown(some)}"
         return f"{len(some)} column{'s' * (len(some) != 1)} that the first line names"
 
     def rows(self, start: int, stop: int) -> Table:
@@ -148,7 +148,7 @@ class Table(Mapping[str, np.ndarray]):
     def _like(self, columns: dict[str, Any], lines: Any, first: int) -> Table:
         like = Table(
             columns, source=self.source, lines=lines, missing=self.missing, first=first,
-            named=self._named,
+            named=self.named,
         )  # fmt: skip
         like._rows_named = self._rows_named
         return like

@@ -30,7 +30,7 @@ from dpbnn.methods.base import Method
 from dpbnn.posteriors import Posterior
 from dpbnn.predictive import Predictive
 from dpbnn.priors import Gaussian
-from dpbnn.privacy.checks import check_count, check_positive
+from dpbnn.privacy.checks import check_count, check_positive, quoted
 from dpbnn.privacy.events import Event
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan
@@ -304,7 +304,7 @@ class PrivateBayes(BaseEstimator):
             whole = False
         if not whole:
             raise ValueError(
-                f"hidden={self.hidden!r}: must be widths of layers, such as (32,) or ()"
+                f"hidden={quoted(self.hidden)}: must be widths of layers, such as (32,) or ()"
             )
         return tuple(widths)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dpbnn.messages import SHOWN, alone, as_numbers, kind_of
+from dpbnn.privacy.checks import quoted
 
 __all__ = ["Scaling", "as_array", "in_a_line", "parsed_bounds"]
 
@@ -233,6 +234,6 @@ def _pair(bounds: Any, argument: str) -> tuple[Any, Any]:
         low, high = bounds
     except (TypeError, ValueError):
         raise ValueError(
-            f"{argument}={bounds!r}: must be (low, high), such as {argument}=(0, 1)"
+            f"{argument}={quoted(bounds)}: must be (low, high), such as {argument}=(0, 1)"
         ) from None
     return low, high
