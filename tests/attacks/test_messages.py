@@ -527,6 +527,8 @@ def test_item_49_targets_of_estimators(make, target, mode):
     if mode == "error":
         model = make().fit(x, tensors()[1].numpy())
         quiet(lambda: model.evaluate(x, y), raises=not clipped)
+        quiet(lambda: model.score(x, y), raises=False)
+        quiet(lambda: model.score(x, y.tolist()), raises=False)
     quiet(lambda: make(epsilon=None, classes=None, on_bad_rows=mode).fit(x, y), raises=False)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from sklearn.base import ClassifierMixin
+from sklearn.metrics import accuracy_score
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
@@ -146,6 +147,12 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
     def covering(self, predictive: Predictive) -> np.ndarray:
         """Return the sets of predictions that were made already; see `predict_set`."""
         return (1 - predictive.mean.double() <= self._covering()).cpu().numpy()
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """Return the accuracy on test data, as scikit-learn does; errors quote no label."""
+        predicted = self.predict(X)
+        with in_a_line("mend them", None):
+            return float(accuracy_score(y, predicted, sample_weight=sample_weight))
 
     def evaluate(self, X: Any, y: Any, **options: Any) -> Any:
         """Return accuracy, calibration and more on test data; see `dpbnn.evaluation.evaluate`.

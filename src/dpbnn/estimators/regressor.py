@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 from sklearn.base import RegressorMixin
+from sklearn.metrics import r2_score
 from sklearn.utils.validation import column_or_1d
 
 from dpbnn.estimators.base import PrivateBayes, Target
-from dpbnn.estimators.inputs import Scaling, as_array, parsed_bounds
+from dpbnn.estimators.inputs import Scaling, as_array, in_a_line, parsed_bounds
 from dpbnn.likelihoods import Gaussian
 from dpbnn.predictive import Predictive, RealPredictive
 
@@ -137,6 +138,12 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         threshold = self._covering()
         mean, std = predictive.mean.double(), predictive.std.double()
         return (mean - threshold * std).cpu().numpy(), (mean + threshold * std).cpu().numpy()
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """Return R^2 on test data, as scikit-learn does; errors quote no target."""
+        predicted = self.predict(X)
+        with in_a_line("mend them", None, y):
+            return float(r2_score(y, predicted, sample_weight=sample_weight))
 
     def evaluate(self, X: Any, y: Any, **options: Any) -> Any:
         """Return errors, coverage and more on test data; see `dpbnn.evaluation.evaluate`.
