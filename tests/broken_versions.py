@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import dpbnn
-from dpbnn import checkpoint, runs, training
+from dpbnn import checkpoint, messages, runs, training
 from dpbnn.contributions import Contributions, DenseContributions, network
 from dpbnn.contributions.attach import Attached
 from dpbnn.contributions.network import Microbatched, NetworkContributions
@@ -736,3 +736,93 @@ def open_fits_are_recorded_nowhere(patch: Patch) -> None:
 
 def ledgers_have_no_lock(patch: Patch) -> None:
     patch.setattr(Ledger, "_mine", lambda self: contextlib.nullcontext())
+
+
+# 49: messages
+
+
+def tables_quote_bad_values(patch: Patch) -> None:
+    def made(original, self, table, on_bad_rows):
+        original(self, table, "show" if on_bad_rows == "error" else on_bad_rows)
+
+    around(patch, importlib.import_module("dpbnn.data.schema")._Faults, "__init__", made)
+
+
+def odd_cells_are_refused(patch: Patch) -> None:
+    table = importlib.import_module("dpbnn.data.table")
+    patch.setattr(table, "_cell", lambda value, kinds: table.cell(value))
+
+
+def lines_are_named(patch: Patch) -> None:
+    text = importlib.import_module("dpbnn.data.text")
+    patch.setattr(text, "_where", lambda line, on_bad_rows: f"line {line}")
+
+
+def undecoded_bytes_stay_in_the_context(patch: Patch) -> None:
+    patch.setattr("dpbnn.data.files.alone", _raised_from_none)
+
+
+def names_of_the_first_line_are_quoted(patch: Patch) -> None:
+    def listed(original, self, names=None, *, show=False):
+        return original(self, names, show=True)
+
+    around(patch, importlib.import_module("dpbnn.data.table").Table, "listed", listed)
+
+
+def bad_rows_are_named(patch: Patch) -> None:
+    original = messages.refuse_rows
+    patch.setattr(
+        "dpbnn.rows.refuse_rows",
+        lambda *given, show, **options: original(*given, show=True, **options),
+    )
+
+
+def errors_of_the_network_are_quoted(patch: Patch) -> None:
+    patch.setattr("dpbnn.rows.kind_of", str)
+
+
+def cells_that_are_no_numbers_raise(patch: Patch) -> None:
+    for module in ("dpbnn.rows", "dpbnn.estimators.base", "dpbnn.calibration.release"):
+        patch.setattr(f"{module}.as_numbers", lambda values: values)
+
+
+def texts_of_errors_are_passed_on(patch: Patch) -> None:
+    def nothing(*given, **options):
+        return contextlib.nullcontext()
+
+    for module in ("dpbnn.training", "dpbnn.contributions.attach"):
+        patch.setattr(importlib.import_module(module), "unquoted", nothing)
+
+
+def errors_keep_their_context(patch: Patch) -> None:
+    patch.setattr(messages, "alone", _raised_from_none)
+
+
+def scikit_learn_is_passed_on(patch: Patch) -> None:
+    patch.setattr("dpbnn.estimators.inputs._told", str)
+
+
+def unknown_labels_are_quoted(patch: Patch) -> None:
+    def target(original, self, y):
+        if self.on_bad_rows != "zero":
+            self.set_params(on_bad_rows="show")
+        return original(self, y)
+
+    around(patch, dpbnn.PrivateBayesClassifier, "_target", target)
+
+
+def labels_are_quoted(patch: Patch) -> None:
+    def log_prob(original, self, y):
+        if y.max() >= self.mean.shape[-1]:
+            raise ValueError(f"labels run from {y.min().item()} to {y.max().item()}")
+        return original(self, y)
+
+    around(patch, dpbnn.predictive.ClassPredictive, "log_prob", log_prob)
+
+
+def wrong_settings_are_quoted(patch: Patch) -> None:
+    patch.setattr(training, "quoted", repr)
+
+
+def _raised_from_none(error: BaseException) -> None:
+    raise error from None

@@ -23,15 +23,15 @@ TABLES = {
     "empty": (b"", "is empty"),
     "header only": (b"age,sex,y\n", "no rows"),
     "one row": (b"age,sex,y\n39,F,no\n", "1 row"),
-    "one class": (b"age,sex,y\n39,F,no\n50,M,no\n", "'no' in every row"),
+    "one class": (b"age,sex,y\n39,F,no\n50,M,no\n", "one class in every row"),
     "all missing": (b"age,sex,y\n,F,no\n,M,yes\n", "'age' has no value in any row"),
-    "wrong type": (GOOD.encode() + b"old,F,no\n", "'old' is not a number"),
+    "wrong type": (GOOD.encode() + b"old,F,no\n", "1 value cannot be used; one is not a number"),
     "a missing value": (GOOD.encode() + b"?,F,no\n", "missing"),
     "infinity": (GOOD.encode() + b"inf,F,no\n", "infinite"),
     "too large a number": (GOOD.encode() + b"1e999,F,no\n", "infinite"),
-    "duplicate columns": (b"age,sex,sex,y\n39,F,F,no\n", "'sex' is there twice"),
-    "unknown category": (GOOD.encode() + b"39,X,no\n", "'X'"),
-    "unknown class": (GOOD.encode() + b"39,F,maybe\n", "'maybe'"),
+    "duplicate columns": (b"age,sex,sex,y\n39,F,F,no\n", "column 3's name is there twice"),
+    "unknown category": (GOOD.encode() + b"39,X,no\n", "none of 'F', 'M'"),
+    "unknown class": (GOOD.encode() + b"39,F,maybe\n", "none of 'no', 'yes'"),
     "missing target": (GOOD.encode() + b"39,F,\n", "'y'"),
     "target absent": (b"age,sex\n39,F\n50,M\n", "the target 'y' of the schema is absent"),
     "column absent": (b"age,y\n39,no\n50,yes\n", "the column 'sex' of the schema is absent"),
@@ -98,3 +98,18 @@ def test_bad_rows_can_be_left_out_of_the_training(capsys, place):
     assert fit(capsys)[0] == 2
     code, _, _ = fit(capsys, "--on-bad-rows", "zero")
     assert code == 0
+
+
+def test_schema_check_quotes_values_where_it_is_asked_to(capsys, place):
+    (place / "table.csv").write_text(GOOD + "old,F,no\n")
+    check = ("schema", "check", "table.csv", "--schema", "schema.toml")
+    code, out, err = run(capsys, *check)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "column 'age': 1 value cannot be used; one is not a number" in err
+    assert "old" not in err
+    assert "22" not in err
+    code, out, err = run(capsys, *check, "--show-values")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "table.csv, line 22, column 'age': 'old' is not a number" in err
+    (place / "table.csv").write_text(GOOD)
+    assert run(capsys, *check) == (0, "table.csv: 20 rows, all of them fit schema.toml.\n", "")

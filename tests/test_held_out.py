@@ -120,7 +120,6 @@ def test_an_overconfident_model_is_tempered():
         ({"conformal": 1.0}, "conformal=1.0: must be a share of misses"),
         ({"conformal": 0.01}, "conformal=0.01: 400 held-out rows are too few for a fifth of"),
         ({"recalibrate": 0.01}, "recalibrate=0.01: 400 held-out rows are too few"),
-        ({"conformal": 0.3, "on_bad_rows": "zero"}, "held-out rows must be whole"),
     ],
 )
 def test_bad_requests_are_one_line_and_spend_nothing(tmp_path, change, message):

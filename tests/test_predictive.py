@@ -143,7 +143,7 @@ class TestReal:
 
     def test_bad_values_are_refused(self):
         means = torch.zeros(2, 3)
-        with pytest.raises(ValueError, match="2 NaN, the first at posterior sample 1, input 0"):
+        with pytest.raises(ValueError, match="2 NaN; check"):
             RealPredictive(torch.tensor([[0.0, 1], [math.nan, math.nan]]), 1.0)
         with pytest.raises(ValueError, match="finite"):
             RealPredictive(means + math.inf, 1.0)

@@ -78,10 +78,12 @@ def test_columns_that_are_no_numbers():
         (pandas.Timestamp("2020-01-01"), "column 'when' holds datetime64.*days since"),
         (pandas.Timedelta(days=3), "column 'when' holds timedelta64"),
         (datetime.date(2020, 1, 1), "must hold numbers.*date"),
-        ("Ulm", "must hold numbers.*'Ulm'"),
+        ("Ulm", r"must hold numbers \(some cells are text, column 'when': 60 bad cells\)"),
     ):
         wrong = table.assign(when=value)
         refused(ledger, lambda wrong=wrong: model.fit(wrong, Y), message)
+    shown = dpbnn.PrivateBayesClassifier(**LINE, ledger=ledger, on_bad_rows="show")
+    refused(ledger, lambda: shown.fit(wrong, Y), "row 0, column 'when': 'Ulm'")
     dates = np.full((60, 1), np.datetime64("2020-01-01"))
     refused(ledger, lambda: model.fit(dates, Y), "X: holds datetime64")
     refused(ledger, lambda: model.fit(X, dates[:, 0]), "y: holds datetime64")

@@ -16,6 +16,7 @@ from dpbnn.priors import Prior
 from dpbnn.privacy import audit
 from dpbnn.privacy import plan as plans
 from dpbnn.privacy.audit import Replay
+from dpbnn.privacy.checks import quoted
 from dpbnn.privacy.plan import Plan
 from dpbnn.training import fit
 
@@ -77,8 +78,8 @@ def replay(
     if not isinstance(method_or_function, Method):
         if not callable(method_or_function):
             raise ValueError(
-                f"{method_or_function!r}: must be a function of a dataset, or a method's settings "
-                f"such as dpbnn.SGD()"
+                f"{quoted(method_or_function)}: must be a function of a dataset, or a method's "
+                f"settings such as dpbnn.SGD()"
             )
         return audit.replay(method_or_function, data, neighbour, seed=seed, trace=trace)
     if model is None:

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpbnn.messages import as_numbers, unquoted
+
 __all__ = ["GaussianMixture", "checked_points", "log_normal", "synthetic_mixture", "whitened"]
 
 _LEAST = 10  # records
@@ -124,7 +126,9 @@ def checked_points(data: Any, mixture: GaussianMixture, on_bad_rows: str) -> tup
         mixture: the model.
         on_bad_rows: as in `fit`; "zero" leaves out what looks at values.
     """
-    points = torch.as_tensor(data[0] if isinstance(data, tuple | list) else data).detach()
+    given = data[0] if isinstance(data, tuple | list) else data
+    with unquoted("the points are no numbers", "give a tensor or an array", ValueError):
+        points = torch.as_tensor(as_numbers(given) if on_bad_rows == "zero" else given).detach()
     if points.dim() != 2 or points.shape[1] != mixture.dimensions:
         raise ValueError(
             f"the points have shape {tuple(points.shape)} and the mixture dimensions="
@@ -137,7 +141,7 @@ def checked_points(data: Any, mixture: GaussianMixture, on_bad_rows: str) -> tup
             f"records and one per component; collect more, or use fewer components"
         )
     points = points.to(torch.float64)
-    if on_bad_rows == "error":
+    if on_bad_rows != "zero":
         constant = (points == points[0]).all(0).nonzero()[:, 0].tolist()
         if constant:
             raise ValueError(

@@ -12,12 +12,20 @@ from torch import Tensor, nn
 
 from dpbnn import likelihoods
 from dpbnn.likelihoods import Likelihood
+from dpbnn.messages import (
+    SHOWN,
+    alone,
+    as_numbers,
+    check_on_bad_rows,
+    kind_of,
+    refuse_rows,
+    unquoted,
+)
 from dpbnn.privacy.checks import first_line
 
 __all__ = ["Rows", "checked_rows"]
 
 _CHUNK = 512  # rows that the network sees at once
-_SHOWN = 5  # bad rows that a message names
 _COLUMNS = {likelihoods.Gaussian: 1, likelihoods.HeteroscedasticGaussian: 2}
 
 
@@ -58,12 +66,14 @@ def checked_rows(
         likelihood: of the targets.
         n: number of records of the plan.
         device: where the rows go.
-        on_bad_rows: "error"; or "zero", under which nothing is raised for what a row holds (but
-            for a kernel of the user's own that stops a GPU: that ends the run, unspent).
+        on_bad_rows: "error", whose messages count bad rows and quote nothing of them; "show",
+            whose messages name the rows; or "zero", under which nothing is raised for what a row
+            holds (but for a kernel of the user's own that stops a GPU: that ends the run,
+            unspent).
     """
-    if on_bad_rows not in ("error", "zero"):
-        raise ValueError(f"on_bad_rows={on_bad_rows!r}: must be 'error' or 'zero'")
-    x, y = _tensors(data, n)
+    check_on_bad_rows(on_bad_rows)
+    show = on_bad_rows == "show"
+    x, y = _tensors(data, n, on_bad_rows)
     if x.is_floating_point():
         x = x.to(next(network.parameters()).dtype)
     outputs = _outputs(network, x, device)
@@ -92,12 +102,12 @@ def checked_rows(
             )
     bad = bad.to(x.device)
     stand_in = _stand_in(network, likelihood, x, y, device)
-    if on_bad_rows == "error":
-        _refuse(bad, expected)
+    if on_bad_rows != "zero":
+        refuse_rows(bad, expected, show=show)
         if not _usual(network, likelihood):
-            failing, reason = _failing(network, likelihood, x, y, device, _SHOWN)
+            failing, reason = _failing(network, likelihood, x, y, device, SHOWN, show)
             cannot = f"the network or the likelihood cannot take them ({reason})"
-            _refuse(failing, cannot, _SHOWN)
+            refuse_rows(failing, cannot, show=show, most=SHOWN)
         return Rows(x.to(device), y.to(device))
     x, y = _filled(x, bad, 0), _filled(y, bad, stand_in)
     if not _usual(network, likelihood):
@@ -106,19 +116,21 @@ def checked_rows(
     return Rows(x.to(device), y.to(device), ~bad.to(device))
 
 
-def _tensors(data: Any, n: int) -> tuple[Tensor, Tensor]:
+def _tensors(data: Any, n: int, on_bad_rows: str) -> tuple[Tensor, Tensor]:
     if not isinstance(data, tuple | list) or len(data) != 2:
         raise ValueError(
             f"data: is {type(data).__name__}; give a pair (inputs, targets) of tensors or arrays"
         )
     parts = []
     for name, part in zip(("inputs", "targets"), data, strict=True):
-        try:
-            tensor = torch.as_tensor(part).detach()
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"data: the {name} are no numbers ({first_line(error)}); give a tensor or an array"
-            ) from None
+        with unquoted(
+            f"data: the {name} are no numbers",
+            "give a tensor or an array, or pass on_bad_rows='zero' to let rows with such cells "
+            "contribute nothing",
+            ValueError,
+        ):
+            values = as_numbers(part) if on_bad_rows == "zero" else part
+            tensor = torch.as_tensor(values).detach()
         parts.append(tensor.reshape(1) if tensor.dim() == 0 else tensor)
     x, y = parts
     if len(x) != n or len(y) != n:
@@ -154,17 +166,6 @@ def _not_finite(values: Tensor) -> Tensor:
     if not values.is_floating_point() or values.sum().isfinite():
         return torch.zeros(len(values), dtype=torch.bool, device=values.device)
     return ~values.reshape(len(values), -1).isfinite().all(1)
-
-
-def _refuse(bad: Tensor, expected: str, most: int | None = None) -> None:
-    count = int(bad.sum())
-    if count:
-        rows = bad.nonzero()[:_SHOWN, 0].tolist()
-        or_more = " or more" if count == most else ""
-        raise ValueError(
-            f"{count}{or_more} rows cannot be used, the first ones {rows}: {expected}; remove or "
-            f"mend them, or pass on_bad_rows='zero' to let them contribute nothing"
-        )
 
 
 def _filled(values: Tensor, bad: Tensor, stand_in: float) -> Tensor:
@@ -214,8 +215,12 @@ def _failing(
     y: Tensor,
     device: torch.device,
     most: int,
+    show: bool = False,
 ) -> tuple[Tensor, str]:
-    """Return which rows the network or the likelihood raises on, `most` at most, and why."""
+    """Return which rows the network or the likelihood raises on, `most` at most, and why.
+
+    What was raised may quote the rows: unless they may be shown, its type alone is returned.
+    """
     bad: list[int] = []
     reasons: list[str] = []
 
@@ -228,18 +233,24 @@ def _failing(
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         except Exception as error:
-            reasons.append(first_line(error))
-            if "CUDA" in reasons[-1]:
-                raise ValueError(
-                    f"the network or the likelihood fails on rows {start} to {stop - 1} "
-                    f"({reasons[-1]}); start again and fit with device='cpu' to find which"
-                ) from None
-            if stop - start == 1:
-                bad.append(start)
-            else:
-                middle = (start + stop) // 2
-                search(start, middle)
-                search(middle, stop)
+            public = show or isinstance(error, _NoSuchIndex)
+            reasons.append(first_line(error) if public else kind_of(error))
+            if "CUDA" in first_line(error):
+                which = f"rows {start} to {stop - 1}" if show else "some rows"
+                alone(
+                    ValueError(
+                        f"the network or the likelihood fails on {which} ({reasons[-1]}); start "
+                        f"again and fit with device='cpu' to find which"
+                    )
+                )
+        else:
+            return
+        if stop - start == 1:
+            bad.append(start)
+        else:
+            middle = (start + stop) // 2
+            search(start, middle)
+            search(middle, stop)
 
     with _quietly(network), _strict_embeddings(network):
         for start in range(0, len(x), _CHUNK):
@@ -249,6 +260,10 @@ def _failing(
     return failing, next(iter(reasons), "")
 
 
+class _NoSuchIndex(IndexError):
+    """An index that an Embedding does not hold; its text is about the Embedding alone."""
+
+
 @contextlib.contextmanager
 def _strict_embeddings(network: nn.Module) -> Iterator[None]:
     """Let Embeddings say which indices they take; on a GPU they would end the process."""
@@ -256,7 +271,7 @@ def _strict_embeddings(network: nn.Module) -> Iterator[None]:
     def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         indices = args[0] if args else kwargs["input"]
         if ((indices < 0) | (indices >= module.num_embeddings)).any():
-            raise IndexError(f"an Embedding takes indices from 0 to {module.num_embeddings - 1}")
+            raise _NoSuchIndex(f"an Embedding takes indices from 0 to {module.num_embeddings - 1}")
 
     handles = [
         module.register_forward_pre_hook(hook, with_kwargs=True)

@@ -23,8 +23,10 @@ from torch import Tensor, nn
 
 from dpbnn import likelihoods, posteriors
 from dpbnn.checkpoint import Checkpoint, Keys, RunFolder, folder_lock
+from dpbnn.contributions import UnsupportedModel
 from dpbnn.contributions.kept import Kept
 from dpbnn.likelihoods import Likelihood
+from dpbnn.messages import unquoted
 from dpbnn.methods.base import Method, OpenProcess, Problem, Process
 from dpbnn.mixtures import GaussianMixture, checked_points
 from dpbnn.networks import LearnedNoise
@@ -32,7 +34,7 @@ from dpbnn.posteriors import Posterior
 from dpbnn.priors import Gaussian, Prior
 from dpbnn.privacy.accountants import accountant
 from dpbnn.privacy.bayesian import BayesianAccountant
-from dpbnn.privacy.checks import check_count, check_one_process, first_line
+from dpbnn.privacy.checks import check_count, check_one_process, first_line, quoted
 from dpbnn.privacy.events import Event
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.keys import ratchet
@@ -48,6 +50,10 @@ __all__ = ["fit", "load"]
 _BLOCK = 50  # releases that are written to the ledger at once
 _HELD = 1 << 28  # bytes that a process may hold back from the disk between two checkpoints
 _BESIDE = "planned beside the training"
+_FAILED = (
+    "the method, the network or the likelihood raised an error on a batch of the data",
+    "run it on public rows of that shape to see more",
+)
 
 
 def fit(
@@ -98,7 +104,9 @@ def fit(
         device: "cpu" or "cuda"; the model's by default.
         microbatch_size: most examples recorded at once.
         on_bad_rows: "error" refuses rows that are not finite, whose label is none of the classes,
-            or that the network or likelihood raises on; "zero" lets them contribute nothing.
+            or that the network or likelihood raises on, and says how many there are; "show" does
+            the same and names rows and what was raised, which quotes private data; "zero" lets
+            them contribute nothing.
         tuning_runs: how many other runs on this data chose the settings, for the statement.
         progress: show a progress bar; by default on a terminal.
         debug_seed: seeds noise and sampling; the statement then says "debug: not private".
@@ -119,7 +127,7 @@ def fit(
     likely = likelihoods.likelihood(likelihood) if isinstance(likelihood, str) else likelihood
     if not isinstance(likely, Likelihood):
         raise ValueError(
-            f"likelihood={likely!r}: must be a name such as 'categorical', or have a method "
+            f"likelihood={quoted(likely)}: must be a name such as 'categorical', or have a method "
             f"log_prob(outputs, y)"
         )
     settled, clip = method.settled(plan)
@@ -195,7 +203,7 @@ def check_kinds(**given: Any) -> None:
     }
     for name, value in given.items():
         if name in kinds and value is not None and not isinstance(value, kinds[name][0]):
-            raise ValueError(f"{name}={value!r}: must be {kinds[name][1]}")
+            raise ValueError(f"{name}={quoted(value)}: must be {kinds[name][1]}")
     device = given.get("device")
     if device is not None:
         try:
@@ -427,7 +435,8 @@ class _Run:
             same = next((i for i, s in enumerate(ahead) if s != sigma), len(ahead))
             self.gate.reserve(same, sigma)
         records = batch.to(self.x.device)
-        contributions = self.process.contribute(self.x[records], self.y[records])
+        with unquoted(*_FAILED, let=(UnsupportedModel,)):
+            contributions = self.process.contribute(self.x[records], self.y[records])
         kept = self.rows.kept
         if kept is not None:
             contributions = Kept(contributions, kept[records])
@@ -435,7 +444,8 @@ class _Run:
         self.process.update(release)
         if isinstance(self.process, OpenProcess) and not self.plan.private:
             whole = records if kept is None else records[kept[records]]
-            self.process.visit(self.x[whole], self.y[whole], whole.cpu())
+            with unquoted(*_FAILED):
+                self.process.visit(self.x[whole], self.y[whole], whole.cpu())
         self.step += 1
 
     def posterior(self, tuning_runs: int | None) -> Posterior:

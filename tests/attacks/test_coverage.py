@@ -8,7 +8,7 @@ import broken_versions as broken
 from twins import TWINS
 
 HERE = Path(__file__).parent
-REQUIRED: set[int] = set()
+REQUIRED: set[int] = {49}
 
 
 def load(path):

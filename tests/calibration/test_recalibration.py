@@ -14,7 +14,7 @@ from dpbnn.predictive import ClassPredictive, RealPredictive
 
 
 def slope(predictive, y, t):
-    _, derivative, _ = temperature._derivative(predictive, y)
+    _, derivative, _ = temperature._derivative(predictive, y, torch.ones(len(y), dtype=torch.bool))
     return derivative(0, len(y), t)[:, 0]
 
 

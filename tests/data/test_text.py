@@ -80,8 +80,27 @@ def test_errors_in_later_blocks_name_their_line(tmp_path, monkeypatch, line, mes
     path = tmp_path / "t.csv"
     path.write_text(plain(400) + line + "\n" + "1,2\n" * 100)
     with pytest.raises(TableError, match=message) as error:
-        read_table(path, separator=",")
+        read_table(path, separator=",", on_bad_rows="show")
     assert "\n" not in str(error.value)
+    with pytest.raises(TableError) as error:
+        read_table(path, separator=",")
+    assert "402" not in str(error.value)
+
+
+@pytest.mark.parametrize("block", [100, 1 << 22])
+def test_bad_lines_become_rows_of_missing_values(tmp_path, monkeypatch, block):
+    """Under on_bad_rows="zero" no line changes the number of rows or ends the reading."""
+    monkeypatch.setattr(text, "_BLOCK", block)
+    path = tmp_path / "t.csv"
+    for line in ("7", "7,8,9", '7,"8"9', "7,\0", "7,\xff"):
+        path.write_bytes(plain(400).encode() + line.encode("latin-1") + b"\n" + b"1,2\n" * 100)
+        table = read_table(path, separator=",", on_bad_rows="zero")
+        assert table.n == 501
+        assert table.raw("b")[400] in ("", "\ufffd")
+        assert table.raw("a")[401] == "1"
+    path.write_text(plain(400) + '"7,8\n' + "1,2\n" * 100)
+    with pytest.raises(TableError, match="one line"):  # nobody knows how many rows there are
+        read_table(path, separator=",", on_bad_rows="zero")
 
 
 def test_quotes_and_empty_lines_far_down_are_read(tmp_path, monkeypatch):

@@ -127,12 +127,12 @@ def test_log_loss_of_a_predictive_does_not_underflow():
 @pytest.mark.parametrize(
     ("p", "y", "message"),
     [
-        ([[0.5, np.nan]], [0], "record 0 are NaN"),
+        ([[0.5, np.nan]], [0], "some records are NaN"),
         ([[0.5, 0.4]], [0], "do not sum to 1"),
         ([[1.5, -0.5]], [0], "negative"),
-        ([[0.5, 0.5]], [2], "label 2 in record 0"),
-        ([[0.5, 0.5]], [-1], "label -1"),
-        ([[0.5, 0.5]], [0.5], "label 0.5"),
+        ([[0.5, 0.5]], [2], "1 labels that are none"),
+        ([[0.5, 0.5]], [-1], "1 labels that are none"),
+        ([[0.5, 0.5]], [0.5], "whole numbers from 0 to 1"),
         ([[0.5, 0.5]], [np.nan], "NaN"),
         ([[0.5, 0.5]], [0, 1], "one label for each"),
         (np.empty((0, 2)), [], "at least one record"),

@@ -99,8 +99,8 @@ def test_several_outputs():
 @pytest.mark.parametrize(
     ("y", "message"),
     [
-        (np.full(40, np.nan), "not finite, the first in record 0"),
-        (np.r_[np.zeros(39), np.inf], "record 39"),
+        (np.full(40, np.nan), "40 values that are not finite"),
+        (np.r_[np.zeros(39), np.inf], "1 values that are not finite"),
         (np.zeros(39), "one target per prediction"),
         (np.zeros(0), "empty"),
     ],

@@ -166,7 +166,7 @@ def test_targets_in_large_units_give_a_noise_in_those_units(name):
 def test_inputs_beyond_double_precision_and_not_numbers_are_refused_in_a_line():
     posterior = fitted(dpbnn.ADF(), passes=1)
     x = torch.zeros(2, 2, dtype=torch.float64)
-    for value, message in ((1e200, "standardise"), (float("nan"), r"hold NaN.*\[1\]")):
+    for value, message in ((1e200, "standardise"), (float("nan"), "1 inputs hold NaN")):
         x[1] = value
         with pytest.raises(ValueError, match=message) as caught:
             posterior.moments(x)

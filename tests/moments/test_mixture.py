@@ -350,7 +350,10 @@ def test_bad_data_is_refused_before_anything_is_spent(change, components, messag
     n = max(10, len(x))
     plan = dpbnn.plan(noise_multiplier=5.0, delta=1e-3, n=n, sampling="full-batch", steps=2)
     with pytest.raises(ValueError, match=message):
-        dpbnn.fit(dpbnn.GaussianMixture(components, 3), x, method=method, plan=plan, ledger=ledger)
+        dpbnn.fit(
+            dpbnn.GaussianMixture(components, 3), x, method=method, plan=plan, ledger=ledger,
+            on_bad_rows="show",
+        )  # fmt: skip
     assert not ledger.releases
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpbnn.calibration import prefix
-from dpbnn.calibration.release import Budget, RowBlocks, check_targets, checked, release
+from dpbnn.calibration.release import Budget, Records, RowBlocks, release
 from dpbnn.predictive import ClassPredictive, Predictive, RealPredictive
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
@@ -126,6 +126,7 @@ def conformalize(
     samples: int = 100,
     seed: int = 0,
     noise: NoiseSource | None = None,
+    on_bad_rows: str = "error",
 ) -> ConformalPosterior:
     """Find the threshold of scores that makes sets or intervals cover, privately.
 
@@ -160,21 +161,26 @@ def conformalize(
         samples: number of posterior draws in a prediction.
         seed: of the draws.
         noise: the source of noise; a new one from operating-system entropy by default.
+        on_bad_rows: "error" refuses records that cannot be used and says how many; "show" names
+            them too; "zero" lets them contribute nothing, as if their
+            scores were infinite, so that the theorem holds.
     """
     if not 0 < alpha < 1:
         raise ValueError(f"alpha={alpha}: must lie between 0 and 1; try 0.1")
     if not 1e-3 <= beta < 1:
         raise ValueError(f"beta={beta}: must lie between 0.001 and 1; try 0.01")
-    x, y = checked(data)
-    budget = Budget.of(posterior.privacy, len(x), epsilon, delta, plan, ledger, 1)
+    records = Records.of(data, on_bad_rows)
+    n = len(records.x)
+    budget = Budget.of(posterior.privacy, n, epsilon, delta, plan, ledger, 1)
     if budget.plan.steps != 1:
         raise ValueError(f"plan: has {budget.plan.steps} steps; the counts need one")
-    task, scores = _scores(posterior.predict(x, samples, seed=seed), y)
+    predictive, records = records.predicted(lambda x: posterior.predict(x, samples, seed=seed))
+    task, scores = _scores(predictive, *records.targets(predictive))
     grid = _grid(task)
     clip = prefix.sensitivity(_CELLS) * _ROUNDING
     gate = budget.gate(clip, "conformal calibration", noise)
     counts = _cumulative(release(gate, _columns(scores, grid)))
-    threshold = _threshold(counts - _raised(budget.plan, beta), grid, len(x), alpha)
+    threshold = _threshold(counts - _raised(budget.plan, beta), grid, n, alpha)
     return ConformalPosterior(
         posterior, threshold, task, alpha, beta, budget.statement(gate), samples, seed
     )
@@ -200,15 +206,17 @@ def _raised(plan: Plan, beta: float) -> float:
     return prefix.margin(_CELLS, beta) * plan.noise_multiplier * clip if plan.private else 0.0
 
 
-def _scores(predictive: Predictive, y: Tensor) -> tuple[str, Tensor]:
-    """Return the task and every record's score, in float64."""
-    check_targets(predictive, y)
+def _scores(predictive: Predictive, y: Tensor, kept: Tensor) -> tuple[str, Tensor]:
+    """Return the task and every record's score, in float64; infinite if it is not kept."""
     if isinstance(predictive, ClassPredictive):
         p = predictive.mean.double()
-        return "classification", 1 - p.gather(-1, y.long().view(-1, 1).to(p.device)).squeeze(-1)
-    mean, std = predictive.mean.double(), predictive.std.double()
-    standardised = (y.to(mean).reshape(mean.shape) - mean).abs() / std
-    return "regression", standardised.flatten(1).amax(1) if mean.dim() > 1 else standardised
+        task, scores = "classification", 1 - p.gather(-1, y.view(-1, 1).to(p.device)).squeeze(-1)
+    else:
+        mean, std = predictive.mean.double(), predictive.std.double()
+        standardised = (y.to(mean).reshape(mean.shape) - mean).abs() / std
+        task = "regression"
+        scores = standardised.flatten(1).amax(1) if mean.dim() > 1 else standardised
+    return task, scores.where(kept.to(scores.device), math.inf)
 
 
 def _grid(task: str) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dpbnn.contributions.base import ChunkedContributions, Contributions, DenseContributions
+from dpbnn.messages import as_numbers, check_on_bad_rows, refuse_rows, unquoted
 from dpbnn.predictive import ClassPredictive, Predictive, RealPredictive
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
@@ -165,32 +166,115 @@ def release(gate: Gate, contributions: RowBlocks) -> Tensor:
     return gate(contributions, records=records)["value"].double()
 
 
-def checked(data: Any) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of the calibration records, at least one."""
-    x, y = (torch.as_tensor(part) for part in data)
-    if not len(x) or len(x) != len(y):
-        raise ValueError(
-            f"the calibration data has {len(x)} inputs and {len(y)} targets; give one target for "
-            f"every input, and at least one"
-        )
-    return x, y
+@dataclasses.dataclass(frozen=True)
+class Records:
+    """Inputs and targets of calibration records, at least one.
 
+    Attributes:
+        x: inputs; zeros in rows that are not kept.
+        y: targets, as they were given.
+        kept: false for rows that contribute nothing, under on_bad_rows="zero".
+        on_bad_rows: as in `dpbnn.fit`.
+    """
 
-def check_targets(predictive: Predictive, y: Tensor) -> None:
-    """Raise unless there is one label, or finite target, for every prediction."""
-    if isinstance(predictive, RealPredictive):
-        if y.numel() != predictive.mean.numel() or not y.isfinite().all():
+    x: Tensor
+    y: Tensor
+    kept: Tensor
+    on_bad_rows: str
+
+    @classmethod
+    def of(cls, data: Any, on_bad_rows: str) -> Records:
+        """Return the records, or refuse inputs that are not finite."""
+        check_on_bad_rows(on_bad_rows)
+        zero = on_bad_rows == "zero"
+        with unquoted("the calibration data are no numbers", "give tensors or arrays", ValueError):
+            x, y = (torch.as_tensor(as_numbers(part) if zero else part) for part in data)
+        if not len(x) or len(x) != len(y):
             raise ValueError(
-                f"the calibration targets have shape {list(y.shape)} for predictions of shape "
-                f"{list(predictive.mean.shape)}, or hold NaN or infinity; remove or mend those rows"
+                f"the calibration data has {len(x)} inputs and {len(y)} targets; give one target "
+                f"for every input, and at least one"
             )
-    elif not isinstance(predictive, ClassPredictive) or predictive.mean.dim() != 2:
-        raise TypeError(
-            f"{type(predictive).__name__} of shape {list(predictive.mean.shape)} was predicted; "
-            f"calibration needs one class label or real target per record"
-        )
-    else:
-        predictive.log_prob(y)  # refuses labels that are none of the classes
+        records = cls(x, y, torch.ones(len(x), dtype=torch.bool), on_bad_rows)
+        bad = ~x.reshape(len(x), -1).isfinite().all(1)
+        return records._without(bad, "inputs must be finite, no NaN or infinity")
+
+    def predicted(self, predict: Callable[[Tensor], Predictive]) -> tuple[Predictive, Records]:
+        """Return a prediction for every record; rows that it fails on are no longer kept."""
+        if self.on_bad_rows != "zero":
+            return predict(self.x), self
+        found = _tried(predict, self.x)
+        if found is not None:
+            return found, self
+        bad = torch.zeros(len(self.x), dtype=torch.bool)
+        bad[_failing(predict, self.x, 0, len(self.x))] = True
+        records = self._without(bad, "")
+        return predict(records.x), records
+
+    def targets(self, predictive: Predictive, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return a usable target for every prediction, and which records contribute.
+
+        Args:
+            predictive: of all records.
+            y: the targets, where they are numbered in another way than the records'.
+        """
+        y = (self.y if y is None else y).cpu()
+        if isinstance(predictive, RealPredictive):
+            if y.numel() != predictive.mean.numel():
+                raise ValueError(
+                    f"the calibration targets have shape {list(y.shape)} for predictions of shape "
+                    f"{list(predictive.mean.shape)}; give one for each"
+                )
+            good, expected = y.isfinite(), "targets must be finite, no NaN or infinity"
+        elif not isinstance(predictive, ClassPredictive) or predictive.mean.dim() != 2:
+            raise TypeError(
+                f"{type(predictive).__name__} of shape {list(predictive.mean.shape)} was "
+                f"predicted; calibration needs one class label or real target per record"
+            )
+        else:
+            n, classes = predictive.mean.shape
+            real = y.is_floating_point() and self.on_bad_rows != "zero"
+            if y.shape != (n,) or real or y.is_complex():
+                raise ValueError(
+                    f"y has shape {list(y.shape)} and dtype {y.dtype}; labels must be integers of "
+                    f"shape {[n]}"
+                )
+            good = (y >= 0) & (y < classes)
+            if y.is_floating_point():
+                good &= y == y.round()
+            y, expected = torch.where(good, y, 0).long(), f"labels must be in 0..{classes - 1}"
+        bad = ~good.reshape(len(y), -1).all(1)
+        kept = self._without(bad, expected).kept
+        return torch.where(good, y, 0), kept
+
+    def _without(self, bad: Tensor, expected: str) -> Records:
+        """Return the records without bad ones, or refuse them."""
+        bad = bad.cpu()
+        if self.on_bad_rows != "zero":
+            refuse_rows(bad, expected, show=self.on_bad_rows == "show", what="calibration records")
+            return self
+        shape = (-1, *[1] * (self.x.dim() - 1))
+        x = self.x.masked_fill(bad.view(shape).to(self.x.device), 0)
+        return dataclasses.replace(self, x=x, kept=self.kept & ~bad)
+
+
+def _tried(predict: Callable[[Tensor], Predictive], x: Tensor) -> Predictive | None:
+    """Return predictions, or None where the network raises or they are not finite."""
+    try:
+        return predict(x)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        return None
+
+
+def _failing(predict: Callable[[Tensor], Any], x: Tensor, start: int, stop: int) -> list[int]:
+    """Return the rows that a prediction fails on, whatever it raises."""
+    if _tried(predict, x[start:stop]) is not None:
+        return []
+    if stop - start == 1:
+        return [start]
+    middle = (start + stop) // 2
+    return _failing(predict, x, start, middle) + _failing(predict, x, middle, stop)
 
 
 def _union(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpbnn.calibration.release import UNKNOWN, Budget, RowBlocks, check_targets, checked, release
-from dpbnn.predictive import ClassPredictive, Predictive
+from dpbnn.calibration.release import UNKNOWN, Budget, Records, RowBlocks, release
+from dpbnn.predictive import ClassPredictive
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
@@ -52,6 +52,7 @@ def select(
     samples: int = 100,
     seed: int = 0,
     noise: NoiseSource | None = None,
+    on_bad_rows: str = "error",
 ) -> Selection:
     """Choose among posteriors on held-out data, privately, so that the choice is accounted for.
 
@@ -79,52 +80,60 @@ def select(
         samples: number of posterior draws in a prediction.
         seed: of the draws.
         noise: the source of noise; a new one from operating-system entropy by default.
+        on_bad_rows: "error" refuses records that cannot be used and says how many; "show" names
+            them too; "zero" lets them contribute nothing.
     """
     named = dict(candidates if isinstance(candidates, Mapping) else enumerate(candidates))
     if len(named) < 2:
         raise ValueError(f"candidates: {len(named)} given; give at least 2 to choose from")
     if score not in ("log_prob", "accuracy"):
         raise ValueError(f"score={score!r}: must be 'log_prob' or 'accuracy'")
-    x, y = checked(data)
+    records = Records.of(data, on_bad_rows)
+    n = len(records.x)
     _check_ledger(named, ledger)
     first = next(iter(named.values()))
-    budget = Budget.of(_privacy(first), len(x), epsilon, delta, plan, ledger, 1)
+    budget = Budget.of(_privacy(first), n, epsilon, delta, plan, ledger, 1)
     if budget.plan.steps != 1:
         raise ValueError(f"plan: has {budget.plan.steps} steps; a selection needs one")
-    scores = torch.stack([_scores(c, x, y, score, samples, seed) for c in named.values()], 1)
+    found = [_scores(c, records, score, samples, seed) for c in named.values()]
+    scores = torch.stack([own for own, _ in found], 1)
+    kept = torch.stack([own for _, own in found], 1).all(1)
     if score == "log_prob":
         middle = scores.median(1, keepdim=True).values
         scores = torch.minimum(torch.maximum(scores, middle - 0.5), middle + 0.5)
-    centred = scores - scores.mean(1, keepdim=True)
+    centred = (scores - scores.mean(1, keepdim=True)).where(kept[:, None], 0.0)
     gate = budget.gate(math.sqrt(len(named)) / 2 * (1 + 1e-3), "private selection", noise)
-    sums = release(gate, RowBlocks(len(x), len(named), lambda i, j: centred[i:j]))
-    means = dict(zip(named, (sums / len(x)).tolist(), strict=True))
+    sums = release(gate, RowBlocks(n, len(named), lambda i, j: centred[i:j]))
+    means = dict(zip(named, (sums / n).tolist(), strict=True))
     chosen = max(means, key=means.__getitem__)
     open_gate = not budget.plan.private
     return Selection(
         name=chosen,
         posterior=named[chosen],
         scores=means,
-        noise_std=0.0 if open_gate else gate.noise_multiplier * gate.clip / len(x),
+        noise_std=0.0 if open_gate else gate.noise_multiplier * gate.clip / n,
         privacy=_statement(named, gate, budget),
     )
 
 
-def _scores(candidate: Any, x: Tensor, y: Tensor, score: str, samples: int, seed: int) -> Tensor:
-    """Return every record's score under one candidate, in float64."""
+def _scores(
+    candidate: Any, records: Records, score: str, samples: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Return every record's score under one candidate, in float64, and which records count."""
+    y = None
     if hasattr(candidate, "predictive"):
-        predictive: Predictive = candidate.predictive(x)
+        predictive, records = records.predicted(candidate.predictive)
         if hasattr(candidate, "classes_"):
-            y = torch.as_tensor(candidate.numbers(y))
+            y = torch.as_tensor(candidate.numbers(records.y))
     else:
-        predictive = candidate.predict(x, samples, seed=seed)
-    check_targets(predictive, y)
+        predictive, records = records.predicted(lambda x: candidate.predict(x, samples, seed=seed))
+    y, kept = records.targets(predictive, y)
     if score == "log_prob":
         found = predictive.log_prob(y.to(predictive.mean.device)).double().clamp(min=-1e4)
-        return found.cpu()
+        return found.cpu(), kept
     if not isinstance(predictive, ClassPredictive):
         raise ValueError("score='accuracy': the targets are real numbers; use 'log_prob'")
-    return (predictive.mode.cpu() == y.long().cpu()).double()
+    return (predictive.mode.cpu() == y.cpu()).double(), kept
 
 
 def _privacy(candidate: Any) -> PrivacyStatement | None:

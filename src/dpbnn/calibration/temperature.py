@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpbnn.calibration.release import Budget, RowBlocks, check_targets, checked, release
+from dpbnn.calibration.release import Budget, Records, RowBlocks, release
 from dpbnn.predictive import ClassPredictive, Predictive, RealPredictive
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
@@ -75,6 +75,7 @@ def recalibrate(
     samples: int = 100,
     seed: int = 0,
     noise: NoiseSource | None = None,
+    on_bad_rows: str = "error",
 ) -> RecalibratedPosterior:
     """Choose the temperature of a posterior's predictions on held-out data, privately.
 
@@ -100,17 +101,20 @@ def recalibrate(
         samples: number of posterior draws in a prediction.
         seed: of the draws.
         noise: the source of noise; a new one from operating-system entropy by default.
+        on_bad_rows: "error" refuses records that cannot be used and says how many; "show" names
+            them too; "zero" lets them contribute nothing.
     """
-    x, y = checked(data)
-    budget = Budget.of(posterior.privacy, len(x), epsilon, delta, plan, ledger, STEPS)
-    predictive = posterior.predict(x, samples, seed=seed)
-    task, derivative, work = _derivative(predictive, y)
+    records = Records.of(data, on_bad_rows)
+    n = len(records.x)
+    budget = Budget.of(posterior.privacy, n, epsilon, delta, plan, ledger, STEPS)
+    predictive, records = records.predicted(lambda x: posterior.predict(x, samples, seed=seed))
+    task, derivative, work = _derivative(predictive, *records.targets(predictive))
     gate = budget.gate(CLIP, "recalibration", noise)
     low, high = -_SPAN[task], _SPAN[task]
     for _ in range(budget.plan.steps):
         middle = (low + high) / 2
         rows = functools.partial(derivative, temperature=math.exp(middle))
-        slope = release(gate, RowBlocks(len(x), 1, rows, work))
+        slope = release(gate, RowBlocks(n, 1, rows, work))
         low, high = (low, middle) if slope.item() > 0 else (middle, high)
     return RecalibratedPosterior(posterior, math.exp((low + high) / 2), budget.statement(gate))
 
@@ -138,28 +142,34 @@ def tempered(predictive: Predictive, temperature: float) -> Predictive:
     raise TypeError(f"{type(predictive).__name__} has no temperature; give classes or real targets")
 
 
-def _derivative(predictive: Predictive, y: Tensor) -> tuple[str, Callable[..., Tensor], int]:
-    """Return the task, d(-log p_T(y_i))/d log T of records first to last - 1, and its size."""
-    check_targets(predictive, y)
+def _derivative(
+    predictive: Predictive, y: Tensor, kept: Tensor
+) -> tuple[str, Callable[..., Tensor], int]:
+    """Return the task, d(-log p_T(y_i))/d log T of records first to last - 1, and its size.
+
+    It is zero for records that are not kept.
+    """
     if isinstance(predictive, ClassPredictive):
         logs = predictive.log_probabilities.clamp(min=_LOWEST)
         labels = y.to(logs.device, torch.long)
 
         def of_classes(first: int, last: int, temperature: float) -> Tensor:
             part = logs[:, first:last].double()
-            return _class_slope(part, labels[first:last], temperature)[:, None]
+            slope = _class_slope(part, labels[first:last], temperature)
+            return slope.where(kept[first:last].to(slope.device), 0.0)[:, None]
 
         return "classification", of_classes, logs[:, 0].numel()
     assert isinstance(predictive, RealPredictive)
     target = y.to(predictive.means).reshape(predictive.mean.shape)
 
     def of_reals(first: int, last: int, temperature: float) -> Tensor:
-        return _real_slope(
+        slope = _real_slope(
             predictive.means[:, first:last].double(),
             predictive.variances[:, first:last].double(),
             target[first:last].double(),
             temperature,
-        )[:, None]
+        )
+        return slope.where(kept[first:last].to(slope.device), 0.0)[:, None]
 
     return "regression", of_reals, predictive.means[:, 0].numel()
 

@@ -55,6 +55,8 @@ def compare_command(
       dpbnn compare train.csv --schema schema.toml --methods sgld,bbp --epsilons 0.5,1,2 \
         --test test.csv --out comparison/ --yes
     """
+    import numpy as np
+
     import dpbnn
     from dpbnn.estimators.recipes import METHODS
     from dpbnn.privacy.plan import round_up
@@ -68,7 +70,9 @@ def compare_command(
     with speaker.warnings():
         schema, x, y = read_training_table(table, options, private=True)
         tested = read(test, options)
-        schema.encode(tested, target=True)
+        inputs, _ = schema.encode(tested, target=True, on_bad_rows=options["on_bad_rows"])
+        if options["on_bad_rows"] == "zero":
+            tested = tested.take(~np.isnan(inputs).any(1))
     for method, _ in cells:
         if schema.classes is not None and not METHODS[method].classifies:
             raise ValueError(f"--methods {method}: is for regression; leave it out")

@@ -40,4 +40,5 @@ def read(table: Path, options: dict[str, Any]) -> Table:
         separator=options["separator"],
         decimal=options["decimal"],
         encoding=options["encoding"],
+        on_bad_rows=options.get("on_bad_rows", "error"),
     )

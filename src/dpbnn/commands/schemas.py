@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from dpbnn.commands.reading import read, reading_options
+from dpbnn.commands.say import Speaker
 
 __all__ = ["chosen_schema", "schema_group"]
 
@@ -110,3 +111,31 @@ def draft_command(table: Path, target: str, out: Path | None, **options: Any) ->
     else:
         out.write_text(text)
         click.echo(f"Wrote {out}; fill in every TODO from public knowledge, not from the data.")
+
+
+@schema_group.command("check")
+@click.argument("table", type=click.Path(path_type=Path))
+@reading_options
+@click.option("--schema", type=click.Path(path_type=Path), required=True, help="The schema.")
+@click.option("--show-values", is_flag=True,
+              help="Quote bad values and their rows: this prints private data.")  # fmt: skip
+def check_command(table: Path, schema: Path, show_values: bool, **options: Any) -> None:
+    r"""Check a table against a schema, before anything is spent.
+
+    Without --show-values, and in all other commands, messages count bad values by column and quote
+    none of them.
+
+    \b
+    Example:
+      dpbnn schema check train.csv --schema schema.toml --show-values
+    """
+    from dpbnn.data import Schema
+
+    found = Schema.read(schema)
+    options["on_bad_rows"] = "show" if show_values else "error"
+    speaker = Speaker(quiet=False, as_json=False)
+    with speaker.warnings():
+        rows = read(table, options)
+        found.check(rows, on_bad_rows=options["on_bad_rows"])
+        found.encode(rows, target=True, on_bad_rows=options["on_bad_rows"])
+    speaker.say(f"{table}: {rows.n} rows, all of them fit {schema}.")

@@ -152,7 +152,7 @@ def read_training_table(
     rows = read(table, options)
     about = {name: options[name] for name in _ABOUT}
     found = chosen_schema(rows, **about, private=private)
-    found.check(rows)
+    found.check(rows, on_bad_rows=options["on_bad_rows"])
     x, y = found.encode(rows, target=True, on_bad_rows=options["on_bad_rows"])
     return found, x, y
 

@@ -16,13 +16,18 @@ from dpbnn.contributions.rules import Recorder, Unit, rule_for
 from dpbnn.contributions.tape import Discovery, Draw, Key, Tape, replaced_forwards
 from dpbnn.likelihoods import Likelihood
 from dpbnn.likelihoods import likelihood as named_likelihood
+from dpbnn.messages import unquoted
 from dpbnn.networks import GaussianLayer
-from dpbnn.privacy.checks import first_line
+from dpbnn.privacy.checks import first_line, quoted
 
 Space = Literal["weights", "parameters"]
 LikelihoodLike = str | Likelihood | Callable[[Any, Any], Tensor]
 DataFree = Mapping[str, Tensor] | Callable[[Draws], Mapping[str, Tensor]]
 Inputs = Tensor | tuple[Tensor, ...]
+_FAILED = (
+    "the network or the likelihood raised an error on this batch",
+    "run them on public rows of that shape to see more",
+)
 
 
 def _arguments(x: Inputs) -> tuple[Tensor, ...]:
@@ -42,8 +47,8 @@ def _log_prob(likelihood: LikelihoodLike) -> Callable[[Any, Any], Tensor]:
     if callable(likelihood):
         return likelihood
     raise TypeError(
-        f"likelihood={likelihood!r} has no log_prob; pass 'categorical', 'gaussian', an object "
-        "with log_prob(outputs, y), or a function (outputs, y) -> log_prob [batch]."
+        f"likelihood={quoted(likelihood)} has no log_prob; pass 'categorical', 'gaussian', an "
+        "object with log_prob(outputs, y), or a function (outputs, y) -> log_prob [batch]."
     )
 
 
@@ -362,13 +367,15 @@ class Attached:
         found, draws = self._layouts[signature], self.draw()
         constants = self._constants(data_free, draws)
         size = self.microbatch_size
-        if size is None or len(y) <= size:
-            return self.record(arguments, y, draws, constants, found)
 
         def piece(start: int, stop: int) -> NetworkContributions:
             part = tuple(t[start:stop] for t in arguments)
-            return self.record(part, y[start:stop], draws, constants, found)
+            with unquoted(*_FAILED, let=(UnsupportedModel,)):
+                return self.record(part, y[start:stop], draws, constants, found)
 
+        if size is None or len(y) <= size:
+            with unquoted(*_FAILED, let=(UnsupportedModel,)):
+                return self.record(arguments, y, draws, constants, found)
         starts = [*range(0, len(y), size), len(y)]
         return Microbatched(piece, starts, self._shapes, self.device, public(draws))
 

@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,20 @@ _RULES = {
 _THOUSANDS = re.compile(r"[+-]?\d{1,3},\d{3}")  # of which nobody knows what the comma means
 _NO_TARGET = "fill it in, or delete the row: training and evaluation need every target"
 Raw = np.ndarray | list[str] | Cells
-Fault = tuple[np.ndarray, Callable[[Any], str]]
-"""Which rows are bad, and what is wrong with a value among them and how to mend it."""
+
+
+class Fault(NamedTuple):
+    """Rows of a column that cannot be used.
+
+    Attributes:
+        rows: which they are.
+        why: what is wrong with a value among them and how to mend it, without quoting it.
+        absent: whether there is no value that could be quoted.
+    """
+
+    rows: np.ndarray
+    why: Callable[[Any], str]
+    absent: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +141,7 @@ class Column:
                 return out, self._encode_numbers(texts, out, missing)
             few, faults = self.encode(repeated[0], missing)
             out[:] = few[repeated[1]]
-            return out, [(rows[repeated[1]], why) for rows, why in faults]
+            return out, [fault._replace(rows=fault.rows[repeated[1]]) for fault in faults]
         code = self._codes(raw, missing)
         width = len(self.features)
         declared = len(self.categories or ())
@@ -190,25 +202,7 @@ class Column:
         if unread is None and not infinite.any():
             return values, []
         bad = infinite if unread is None else infinite | unread
-        return np.where(bad, np.nan, values), [(bad, self._no_number)]
-
-    def _no_number(self, value: Any) -> str:
-        text = str(value)
-        if text.lower().lstrip("+-") in ("inf", "infinity") or _overflows(text):
-            return f"{text} is infinite; write a number, or leave it empty if it is missing"
-        if _THOUSANDS.fullmatch(text.strip()):
-            return (
-                f"{text!r} has a comma; take it out where it separates thousands, or read the "
-                f"table with decimal=',' where it is a decimal comma"
-            )
-        if "," in text and _overflows(text.replace(",", ".", 1)) is False:
-            return f"{text!r} has a comma; read the table with decimal=',', or take the comma out"
-        if _separated(text):
-            return f"{text!r} has separators of thousands; take them out of the table"
-        return (
-            f"{text!r} is not a number; correct it, or declare the column with categories in the "
-            f"schema"
-        )
+        return np.where(bad, np.nan, values), [Fault(bad, _no_number)]
 
     def _codes(self, raw: Raw, missing: frozenset[str]) -> np.ndarray:
         return codes(raw, {c: i for i, c in enumerate(self.categories or ())}, missing)
@@ -216,7 +210,7 @@ class Column:
     def _unknown(self, code: np.ndarray, cure: str) -> list[Fault]:
         bad = code == -2
         known = shown(self.categories or (), 6)
-        return [(bad, lambda v: f"{v!r} is none of {known}; {cure}")] if bad.any() else []
+        return [Fault(bad, lambda _: f"is none of {known}; {cure}")] if bad.any() else []
 
     def _missing(self, absent: np.ndarray) -> list[Fault]:
         rules = " or ".join(f"missing = {rule!r}" for rule in _RULES[self.kind][1:])
@@ -263,7 +257,24 @@ class Column:
 
 
 def _absent(absent: np.ndarray, cure: str) -> list[Fault]:
-    return [(absent, lambda _: f"a value is missing; {cure}")] if absent.any() else []
+    return [Fault(absent, lambda _: f"is missing; {cure}", True)] if absent.any() else []
+
+
+def _no_number(value: Any) -> str:
+    """Say what is wrong with a value that is no finite number, without quoting it."""
+    text = str(value)
+    if text.lower().lstrip("+-") in ("inf", "infinity") or _overflows(text):
+        return "is infinite; write a number, or leave it empty if it is missing"
+    if _THOUSANDS.fullmatch(text.strip()):
+        return (
+            "has a comma; take it out where it separates thousands, or read the table with "
+            "decimal=',' where it is a decimal comma"
+        )
+    if "," in text and _overflows(text.replace(",", ".", 1)) is False:
+        return "has a comma; read the table with decimal=',', or take the comma out"
+    if _separated(text):
+        return "has separators of thousands; take them out of the table"
+    return "is not a number; correct it, or declare the column with categories in the schema"
 
 
 def labels(name: str, given: Sequence[Any]) -> tuple[str, ...]:

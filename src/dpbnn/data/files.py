@@ -16,6 +16,7 @@ import numpy as np
 
 from dpbnn.data import text
 from dpbnn.data.table import MISSING, Table, TableError, as_table
+from dpbnn.messages import alone, check_on_bad_rows
 
 __all__ = ["read_table"]
 
@@ -45,6 +46,7 @@ def read_table(
     missing: Iterable[str] = MISSING,
     comment: str | None = None,
     progress: bool | None = None,
+    on_bad_rows: str = "error",
 ) -> Table:
     """Read a table from a file: CSV (.gz too), Parquet (with pyarrow), .npy or .npz.
 
@@ -62,11 +64,15 @@ def read_table(
         missing: texts that stand for a missing value.
         comment: lines that begin with this are passed over.
         progress: show a progress bar; by default for large files on a terminal.
+        on_bad_rows: "error" refuses lines that are no row of the table and cells that are neither
+            numbers nor text; "show" does the same and names the line; "zero" gives such lines
+            missing values only.
     """
+    check_on_bad_rows(on_bad_rows)
     path = Path(path)
     first = _opening(path)
     if first.startswith(_PARQUET):
-        return _parquet(path, names)
+        return _parquet(path, names, on_bad_rows)
     if first.startswith(_NUMPY):
         return _numpy(path, names)
     if first.startswith(_ZIP) and path.suffix == ".npz":
@@ -83,7 +89,8 @@ def read_table(
         raise TableError(f"separator={separator!r}: must be ',', ';', a tab or ' '")
     if decimal not in (".", ","):
         raise TableError(f"decimal={decimal!r}: must be '.' or ','")
-    with _errors(path, encoding), _text(path, first, encoding, progress) as lines:
+    strict = on_bad_rows != "zero"
+    with _errors(path, encoding), _text(path, first, encoding, progress, strict) as lines:
         return text.parse(
             path,
             lines,
@@ -93,6 +100,7 @@ def read_table(
             decimal=decimal,
             missing=frozenset(missing),
             comment=comment,
+            on_bad_rows=on_bad_rows,
         )
 
 
@@ -118,10 +126,12 @@ def _errors(path: Path, encoding: str) -> Iterator[None]:
         yield
     except UnicodeError:
         other = "latin-1" if encoding.replace("-", "").lower() == "utf8" else "utf-8"
-        raise TableError(
-            f"{path}: is not {encoding} text; pass encoding={other!r} (--encoding {other}), or "
-            f"save it as UTF-8"
-        ) from None
+        alone(
+            TableError(
+                f"{path}: is not {encoding} text; pass encoding={other!r} (--encoding {other}), or "
+                f"save it as UTF-8"
+            )
+        )
     except LookupError:
         raise TableError(f"encoding={encoding!r}: is unknown; give utf-8 or latin-1") from None
     except (EOFError, zlib.error, gzip.BadGzipFile):
@@ -131,8 +141,10 @@ def _errors(path: Path, encoding: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _text(path: Path, first: bytes, encoding: str, progress: bool | None) -> Iterator[IO[str]]:
-    """Open a text file, compressed or not."""
+def _text(
+    path: Path, first: bytes, encoding: str, progress: bool | None, strict: bool
+) -> Iterator[IO[str]]:
+    """Open a text file, compressed or not; bytes that are no text are replaced unless strict."""
     size = path.stat().st_size
     if progress is None:
         progress = size > _LARGE and sys.stderr.isatty()
@@ -152,10 +164,11 @@ def _text(path: Path, first: bytes, encoding: str, progress: bool | None) -> Ite
         if first[:2] in (b"\xff\xfe", b"\xfe\xff") and not encoding.lower().startswith("utf-16"):
             raise TableError(f"{path}: is UTF-16 text; pass encoding='utf-16'")
         code = "utf-8-sig" if encoding.replace("-", "").lower() == "utf8" else encoding
-        yield io.TextIOWrapper(buffered, encoding=code, newline="")
+        errors = "strict" if strict else "replace"
+        yield io.TextIOWrapper(buffered, encoding=code, errors=errors, newline="")
 
 
-def _parquet(path: Path, names: Sequence[str] | None) -> Table:
+def _parquet(path: Path, names: Sequence[str] | None, on_bad_rows: str) -> Table:
     try:
         import pyarrow.parquet
     except ImportError:
@@ -166,7 +179,8 @@ def _parquet(path: Path, names: Sequence[str] | None) -> Table:
         columns = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError):
         raise TableError(f"{path}: is a damaged Parquet file; copy or write it again") from None
-    return as_table(columns if names is None else columns.rename_columns(names), source=str(path))
+    columns = columns if names is None else columns.rename_columns(names)
+    return as_table(columns, source=str(path), on_bad_rows=on_bad_rows)
 
 
 def _numpy(path: Path, names: Sequence[str] | None) -> Table:

@@ -26,6 +26,11 @@ def learned_column(table: Table, name: str) -> Column:
     if not low < high:
         width = max(1.0, abs(low)) / 2
         low, high = low - width, high + width
+    if not math.isfinite(high - low):
+        raise TableError(
+            f"{table.source}: {table.listed([name])} holds numbers that are too far apart for any "
+            f"scale; correct them"
+        )
     rule = "indicator" if np.isnan(values).any() else "middle"
     return Column(name, "numeric", bounds=(low, high), missing=rule)
 
@@ -40,7 +45,8 @@ def distinct(table: Table, name: str) -> tuple[str, ...]:
     texts = sorted((text for text in found if text is not None), key=_order)
     if not texts:
         raise TableError(
-            f"{table.source}: column {name!r} has no value in any row; drop it from the table"
+            f"{table.source}: {table.listed([name])} has no value in any row; drop it from the "
+            f"table"
         )
     return tuple(texts)
 

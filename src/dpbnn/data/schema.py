@@ -17,12 +17,15 @@ import numpy as np
 from dpbnn.data import toml
 from dpbnn.data.column import Column, Fault, labels
 from dpbnn.data.learned import distinct, learned_column
-from dpbnn.data.table import Table, TableError, TableWarning, as_table, codes, numbers, shown
+from dpbnn.data.table import Table, TableError, TableWarning, as_table, codes, numbers
+from dpbnn.messages import check_on_bad_rows
 
 __all__ = ["Schema"]
 
 _CHUNK = 4_000_000  # numbers encoded at once
 _LOOK = 128  # rows looked at at once, until what is looked for is found
+_NAMED = 3  # columns that a message speaks of
+_HINT = "on_bad_rows='show' or 'dpbnn schema check --show-values' names the row and the value"
 _COLUMN_KEYS = ("kind", "bounds", "categories", "missing", "other", "log")
 _TARGET_KEYS = ("name", "classes", "bounds", "cuts")
 _KEYS = ("task", "public", "target", "columns", "ignore")
@@ -159,6 +162,11 @@ class Schema:
             "# numbers; 'zeros' or 'category' for categories. other = true takes in unknown\n"
             "# categories; log = true suits skewed numbers that are never negative.\n"
         )
+        if not table.named:
+            notes += (
+                "# The names of the columns are the first line of the table. If that line is a\n"
+                "# record, delete this file, which then quotes it, and give names (--names).\n"
+            )
         return notes + toml.dumps({"target": {"name": target, **key}, "columns": columns})
 
     @classmethod
@@ -213,21 +221,23 @@ class Schema:
             target: whether the target must be there; by default it is used where it is.
             out: a file to be made (.npy) that the inputs are written to, chunk by chunk, and
                 memory-mapped from, for tables larger than memory.
-            on_bad_rows: "error" names the first bad value; "zero" gives bad rows inputs of NaN,
-                which training with on_bad_rows="zero" lets contribute nothing.
+            on_bad_rows: "error" says how many values of a column are bad, and quotes none; "show"
+                names the first bad value and its row; "zero" gives bad rows inputs of NaN, which
+                training with on_bad_rows="zero" lets contribute nothing.
         """
-        if on_bad_rows not in ("error", "zero"):
-            raise ValueError(f"on_bad_rows={on_bad_rows!r}: must be 'error' or 'zero'")
-        table = as_table(table)
-        self._present(table, self.columns)
+        check_on_bad_rows(on_bad_rows)
+        show = on_bad_rows == "show"
+        table = as_table(table, on_bad_rows=on_bad_rows)
+        self._present(table, self.columns, show)
         if target is None:
             target = self.target.name in table
         elif target:
-            self._present(table, (self.target,))
+            self._present(table, (self.target,), show)
         extra = self.ignored(table)
         if extra:
             warnings.warn(
-                f"{table.source}: columns {shown(extra)} are not in the schema and not used",
+                f"{table.source}: {table.listed(extra, show=show)} are not in the schema and not "
+                f"used",
                 TableWarning,
                 stacklevel=2,
             )
@@ -254,22 +264,26 @@ class Schema:
         known = {self.target.name, *self.ignore, *(column.name for column in self.columns)}
         return tuple(name for name in as_table(table).names if name not in known)
 
-    def check(self, table: Any) -> None:
+    def check(self, table: Any, *, on_bad_rows: str = "error") -> None:
         """Raise TableError where a table cannot be trained on, before anything is spent.
 
         It looks for two rows or more, two classes or more, and columns in which no value is there;
-        it speaks to the data holder, and nothing of it is released.
+        it speaks to the data holder, and nothing of it is released. No value is quoted.
 
         Args:
             table: a table, or what `as_table` takes.
+            on_bad_rows: as in `encode`; "zero" leaves out what looks at values.
         """
-        table = as_table(table)
-        self._present(table, (*self.columns, self.target))
+        check_on_bad_rows(on_bad_rows)
+        table = as_table(table, on_bad_rows=on_bad_rows)
+        self._present(table, (*self.columns, self.target), on_bad_rows == "show")
         if table.n < 2:
             raise TableError(
                 f"{table.source}: has {table.n} row{'s' * (table.n != 1)}; training needs at "
                 f"least 2, give the whole table"
             )
+        if on_bad_rows == "zero":
+            return
         for column in (*self.columns, self.target):
             if _all_missing(column, table):
                 raise TableError(
@@ -294,6 +308,7 @@ class Schema:
 
     def _fill(self, table: Table, x: np.ndarray, y: np.ndarray | None, on_bad_rows: str) -> None:
         step = max(1, _CHUNK // max(1, x.shape[1]))
+        found = _Faults(table, on_bad_rows)
         for start in range(0, table.n, step):
             part = table.rows(start, start + step)
             bad = np.zeros(part.n, dtype=bool)
@@ -303,28 +318,29 @@ class Schema:
                 width = len(column.features)
                 block = x[start : start + part.n, first : first + width]
                 _, faults = column.encode(raw, part.missing, block)
-                bad |= _bad(part, column, raw, faults, on_bad_rows)
+                bad |= found.add(part, column, raw, faults)
                 first += width
             if y is not None:
                 raw = part.column(self.target.name)
                 values, faults = self._targets(raw, part.missing)
-                bad |= _bad(part, self.target, raw, faults, on_bad_rows)
+                bad |= found.add(part, self.target, raw, faults)
                 y[start : start + part.n] = values
             if bad.any():
                 x[start : start + part.n][bad] = np.nan
+        found.refuse()
 
     def _targets(self, raw: Any, missing: frozenset[str]) -> tuple[np.ndarray, list[Fault]]:
         if self.task == "classification":
             return self.target.classes(raw, missing)
         return self.target.targets(raw, missing)
 
-    def _present(self, table: Table, columns: Iterable[Column]) -> None:
+    def _present(self, table: Table, columns: Iterable[Column], show: bool) -> None:
         for column in columns:
             if column.name not in table:
                 what = "target" if column is self.target else "column"
                 raise TableError(
                     f"{table.source}: the {what} {column.name!r} of the schema is absent; the "
-                    f"table has {shown(table.names)}; correct the name in the schema"
+                    f"table has {table.listed(show=show)}; correct the name in the schema"
                 )
 
     def _check_target(self) -> None:
@@ -359,29 +375,53 @@ class Schema:
             seen.update(code[~_any(len(code), faults)].tolist())
             if len(seen) > 1:
                 return
-        only = self.decode_target(min(seen, default=0))
         raise TableError(
-            f"{table.source}: target {self.target.name!r} is {only!r} in every row; training needs "
-            f"rows of 2 classes or more"
+            f"{table.source}: target {self.target.name!r} has one class in every row; training "
+            f"needs rows of 2 classes or more"
         )
 
 
-def _bad(
-    part: Table, column: Column, raw: Any, faults: list[Fault], on_bad_rows: str
-) -> np.ndarray:
-    """Return which rows are bad, or raise for the first of them."""
-    bad = _any(part.n, faults)
-    if on_bad_rows == "error" and faults:
+class _Faults:
+    """What is wrong with a table: counted by column, or shown at the first bad value."""
+
+    def __init__(self, table: Table, on_bad_rows: str) -> None:
+        self.source, self.on_bad_rows = table.source, on_bad_rows
+        self.counts: Counter[str] = Counter()
+        self.reasons: dict[str, str] = {}
+
+    def add(self, part: Table, column: Column, raw: Any, faults: list[Fault]) -> np.ndarray:
+        """Note the faults of a part of a column, and return which rows are bad."""
+        bad = _any(part.n, faults)
+        if not faults or self.on_bad_rows == "zero":
+            return bad
         row = int(np.flatnonzero(bad)[0])
-        problem = next(why for rows, why in faults if rows[row])
-        raise TableError(f"{part.where(row)}, column {column.name!r}: {problem(raw[row])}")
-    return bad
+        fault = next(fault for fault in faults if fault.rows[row])
+        why = fault.why(raw[row])
+        if self.on_bad_rows == "show":
+            value = "a value" if fault.absent else repr(str(raw[row]))
+            raise TableError(f"{part.where(row)}, column {column.name!r}: {value} {why}")
+        self.counts[column.name] += int(bad.sum())
+        self.reasons.setdefault(column.name, why)
+        return bad
+
+    def refuse(self) -> None:
+        """Raise where something was wrong: which columns, how often, and one reason for each."""
+        if not self.counts:
+            return
+        parts = [
+            f"column {name!r}: {self.counts[name]} value{'s' * (self.counts[name] != 1)} cannot be "
+            f"used; one {why}"
+            for name, why in itertools.islice(self.reasons.items(), _NAMED)
+        ]
+        more = len(self.counts) - len(parts)
+        ending = f"; {more} more columns" if more else ""
+        raise TableError(f"{self.source}, {'; '.join(parts)}{ending} ({_HINT})")
 
 
 def _any(n: int, faults: list[Fault]) -> np.ndarray:
     bad = np.zeros(n, dtype=bool)
-    for rows, _ in faults:
-        bad |= rows
+    for fault in faults:
+        bad |= fault.rows
     return bad
 
 

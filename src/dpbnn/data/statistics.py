@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpbnn.messages import as_numbers, unquoted
+from dpbnn.privacy.checks import quoted
 from dpbnn.privacy.events import Event
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
@@ -131,8 +133,8 @@ def private_counts(
         release = sum_i onehot(cells of record i) + N(0, sigma^2 p),  p columns
 
     **Guarantee.** One release by the gate. A record adds one count per column, a vector of norm
-    sqrt(p) at most, which is the clip. Values that are not finite add nothing. The ledger is
-    charged before the counts are formed.
+    sqrt(p) at most, which is the clip. Values that are not finite, and cells of an array of
+    objects that are no numbers, add nothing. The ledger is charged before the counts are formed.
 
     Args:
         x: numbers [records, columns]; a memory-mapped array is read in chunks.
@@ -305,7 +307,9 @@ class _Cells:
 def _matrix(x: Any) -> Any:
     if hasattr(x, "detach"):
         x = x.detach().cpu().numpy()
-    x = x if isinstance(x, np.ndarray) else np.asarray(x)
+    with unquoted("x: cannot be read as an array", "give numbers [records, columns]", ValueError):
+        x = x if isinstance(x, np.ndarray) else np.asarray(x)
+        x = as_numbers(x) if x.dtype.kind == "O" else x
     if x.ndim != 2 or x.dtype.kind not in "biuf" or not x.shape[0] or not x.shape[1]:
         raise ValueError(
             f"x: has shape {x.shape} and type {x.dtype}; give numbers [records, columns]"
@@ -343,7 +347,7 @@ def _even(range: tuple[Any, Any], cells: int, columns: int) -> np.ndarray:
 def _levels(q: Any) -> np.ndarray:
     levels = np.atleast_1d(np.asarray(q, dtype=np.float64))
     if not ((levels >= 0) & (levels <= 1)).all():
-        raise ValueError(f"q={q}: must lie in [0, 1]")
+        raise ValueError(f"q={quoted(q)}: must lie in [0, 1]")
     return levels
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dpbnn.data.cells import Cells
+from dpbnn.messages import unquoted
 
 __all__ = ["MISSING", "Table", "TableError", "TableWarning", "as_table", "shown"]
 
@@ -40,6 +41,8 @@ class Table(Mapping[str, np.ndarray]):
         lines: for every row its line in the file, if it came from a text file.
         missing: texts that stand for a missing value.
         first: index of the first row in the table that this is a part of.
+        named: False where the names stand in the first line of a text file. That line may be a
+            record after all, so that messages do not quote it.
     """
 
     def __init__(
@@ -50,8 +53,10 @@ class Table(Mapping[str, np.ndarray]):
         lines: Sequence[int] | np.ndarray | None = None,
         missing: frozenset[str] = MISSING,
         first: int = 0,
+        named: bool = True,
     ) -> None:
         self._columns = dict(columns)
+        self.named = named
         self.source = source
         self.missing = missing
         self._lines = lines
@@ -97,10 +102,21 @@ class Table(Mapping[str, np.ndarray]):
         """Return a column as it is held: text of a file as a list or cells, without copying."""
         if name not in self._columns:
             raise TableError(
-                f"{self.source}: has no column {name!r}; its columns are {shown(self.names)}; "
-                f"correct the name"
+                f"{self.source}: has no column {name!r}, but {self.listed()}; correct the name"
             )
         return self._columns[name]
+
+    def listed(self, names: Sequence[str] | None = None, *, show: bool = False) -> str:
+        """Return names of columns for a message, or their number where they may be a record.
+
+        Args:
+            names: some of the table's; all of them by default.
+            show: whether they may be quoted anyway.
+        """
+        some = self.names if names is None else names
+        if self.named or show:
+            return f"the column{'s' * (len(some) != 1)} {shown(some)}"
+        return f"{len(some)} column{'s' * (len(some) != 1)} that the first line names"
 
     def rows(self, start: int, stop: int) -> Table:
         """Return a range of rows, arrays without copying."""
@@ -130,7 +146,10 @@ class Table(Mapping[str, np.ndarray]):
     _rows_named = False
 
     def _like(self, columns: dict[str, Any], lines: Any, first: int) -> Table:
-        like = Table(columns, source=self.source, lines=lines, missing=self.missing, first=first)
+        like = Table(
+            columns, source=self.source, lines=lines, missing=self.missing, first=first,
+            named=self.named,
+        )  # fmt: skip
         like._rows_named = self._rows_named
         return like
 
@@ -195,7 +214,11 @@ def shown(names: Sequence[str], most: int = 8) -> str:
 
 
 def as_table(
-    values: Any, names: Sequence[str] | None = None, *, source: str | None = None
+    values: Any,
+    names: Sequence[str] | None = None,
+    *,
+    source: str | None = None,
+    on_bad_rows: str = "error",
 ) -> Table:
     """Return a table from whatever holds one.
 
@@ -204,17 +227,25 @@ def as_table(
             mapping of columns, a structured array, or an array or tensor [rows, columns].
         names: of the columns of an array; x0, x1, ... by default.
         source: what errors call the table.
+        on_bad_rows: "error" or "show" refuse a cell that is neither a number nor text; "zero" takes
+            it for text that is no category.
     """
     if isinstance(values, Table):
         return values
     if isinstance(values, str | os.PathLike):
         from dpbnn.data.files import read_table
 
-        return read_table(values, names=names)
-    return Table(_columns(values, names, source or "the table"), source=source or "the table")
+        return read_table(values, names=names, on_bad_rows=on_bad_rows)
+    source = source or "the table"
+    problem, cure = f"{source}: cannot be turned into columns", "give numbers or text"
+    with unquoted(problem, cure, TableError, let=(TableError,)):
+        columns = _columns(values, names, source, on_bad_rows)
+    return Table(columns, source=source)
 
 
-def _columns(values: Any, names: Sequence[str] | None, source: str) -> dict[str, np.ndarray]:
+def _columns(
+    values: Any, names: Sequence[str] | None, source: str, on_bad_rows: str
+) -> dict[str, np.ndarray]:
     if isinstance(values, Mapping):
         pairs = [(name, _plain(column)) for name, column in values.items()]
     elif hasattr(values, "columns") and hasattr(values, "dtypes"):  # pandas, polars
@@ -248,22 +279,24 @@ def _columns(values: Any, names: Sequence[str] | None, source: str) -> dict[str,
                 f"{source}: has {array.ndim} axes; give an array [rows, columns], a DataFrame or "
                 f"a mapping of columns"
             )
-    return {str(name): column_of(str(name), values, source) for name, values in pairs}
+    return {str(name): column_of(str(name), cells, source, on_bad_rows) for name, cells in pairs}
 
 
-def column_of(name: str, values: np.ndarray, source: str) -> np.ndarray:
+def column_of(name: str, values: np.ndarray, source: str, on_bad_rows: str = "error") -> np.ndarray:
     """Return a column in one of the two forms that a table holds."""
     if values.ndim != 1:
         raise TableError(f"{source}: column {name!r} has {values.ndim} axes; give one value a row")
     if values.dtype.kind in "biuf":
         return values
     if values.dtype.kind in "OUST":
-        try:
-            return np.array(list(map(cell, values.tolist())), dtype=object)
-        except TypeError as error:
+        kinds: set[str] = set()
+        texts = [_cell(value, kinds) for value in values.tolist()]
+        if kinds and on_bad_rows != "zero":
             raise TableError(
-                f"{source}: column {name!r} holds {error}; give numbers or text"
-            ) from None
+                f"{source}: column {name!r} holds values of type {', '.join(sorted(kinds))}; give "
+                f"numbers or text"
+            )
+        return np.array(texts, dtype=object)
     kind = {"M": "dates", "m": "time spans", "c": "complex numbers"}.get(
         values.dtype.kind, str(values.dtype)
     )
@@ -273,8 +306,8 @@ def column_of(name: str, values: np.ndarray, source: str) -> np.ndarray:
     )
 
 
-def unique(names: Sequence[str], source: str) -> None:
-    """Raise unless every column has a name of its own."""
+def unique(names: Sequence[str], source: str, *, named: bool = True) -> None:
+    """Raise unless every column has a name of its own; it is quoted if it is surely a name."""
     seen: set[str] = set()
     for position, name in enumerate(names, 1):
         if not name:
@@ -282,7 +315,8 @@ def unique(names: Sequence[str], source: str) -> None:
                 f"{source}: column {position} has no name; name every column in the header"
             )
         if name in seen:
-            raise TableError(f"{source}: column {name!r} is there twice; rename one of the two")
+            which = repr(name) if named else f"{position}'s name"
+            raise TableError(f"{source}: column {which} is there twice; rename one of the two")
         seen.add(name)
 
 
@@ -299,12 +333,24 @@ def cell(value: Any) -> str | None:
     if isinstance(value, abstract.Real | decimal.Decimal):
         if value != value:
             return None
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
         whole = number == int(number) if abs(number) < 2**53 else False
         return str(int(number)) if whole else repr(number)
     if type(value).__name__ in ("NAType", "NaTType"):
         return None
     raise TypeError(f"values of type {type(value).__name__}")
+
+
+def _cell(value: Any, kinds: set[str]) -> str | None:
+    """Return one value as text; what is no cell becomes text of no use, and its kind is noted."""
+    try:
+        return cell(value)
+    except Exception:  # values of other types, and whatever their own comparisons raise
+        kinds.add(type(value).__name__)
+        return "\ufffd"
 
 
 def _number(value: str | None) -> float | None:
@@ -356,8 +402,10 @@ def _plain(values: Any) -> np.ndarray:
         return np.asarray(values.detach().cpu().numpy())
     try:
         array = np.asarray(values)
-    except ValueError:
-        raise TableError("a column holds rows of different lengths; give one value a row") from None
+    except ValueError:  # rows of different lengths
+        array = np.empty(len(values), dtype=object)
+        for i, value in enumerate(values):
+            array[i] = value
     if array.dtype.kind in "US" and array.ndim == 1:  # numbers beside text became text
         array = np.array(list(values), dtype=object)
     return array
@@ -382,5 +430,8 @@ def _series(series: Any) -> np.ndarray:
 
 def _arrow(column: Any) -> np.ndarray:
     """Return a pyarrow column as an array, missing values as None or NaN."""
-    values = column.to_numpy()
-    return np.asarray(values)
+    try:
+        return np.asarray(column.to_numpy())
+    except UnicodeDecodeError:
+        pass
+    return np.asarray(column.cast("binary").to_numpy())  # texts that are not UTF-8

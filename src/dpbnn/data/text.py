@@ -14,6 +14,7 @@ import numpy as np
 from dpbnn.data import cells
 from dpbnn.data.cells import Block
 from dpbnn.data.table import Table, TableError, unique
+from dpbnn.messages import alone
 
 __all__ = ["SEPARATORS", "parse"]
 
@@ -33,27 +34,30 @@ def parse(
     decimal: str,
     missing: frozenset[str],
     comment: str | None,
+    on_bad_rows: str = "error",
 ) -> Table:
     """Return the table in a text file; the arguments are those of `dpbnn.data.read_table`.
 
     Lines are cut in large blocks. From the first block on that holds a quote, an empty line or a
     line of another length between others, they go through the csv module one by one.
     """
-    lines = _clean(path, file, comment)
+    lines = _clean(path, file, comment, on_bad_rows)
     sample = list(itertools.islice(lines, _SAMPLE))
     separator = separator or _sniff(sample)
     text = "".join(sample)
     plain = separator != " " and comment is None and '"' not in text and bool(text.strip())
-    rows = _rows(path, sample if plain else itertools.chain(sample, lines), separator)
+    every = sample if plain else itertools.chain(sample, lines)
+    rows = _rows(path, every, separator, on_bad_rows=on_bad_rows)
     begin, top = next(rows, (0, []))
     if not top:
         raise TableError(f"{path}: is empty; give a table with a header and rows")
-    own = _names(path, top, header, names)
+    named = names is not None or not header
+    own = _names(path, top, header, names, named or on_bad_rows == "show")
     columns: list[list[str]] = [[] for _ in own]
     numbers: list[np.ndarray] = []
 
     def add(rows: Iterable[tuple[int, list[str]]]) -> None:
-        found = [*_of_width(path, rows, len(own))]
+        found = [*_of_width(path, rows, len(own), on_bad_rows)]
         numbers.append(np.array([line for line, _ in found], dtype=np.int64))
         for column, values in zip(
             columns, zip(*(row for _, row in found), strict=True), strict=False
@@ -68,8 +72,9 @@ def parse(
             cut = _cut(block, separator, len(own))
             if cut is None:
                 _extend(columns, blocks)
-                rest = _clean(path, itertools.chain(io.StringIO(block, newline=""), file), None)
-                add(_rows(path, rest, separator, before))
+                rest = itertools.chain(io.StringIO(block, newline=""), file)
+                rest = _clean(path, rest, None, on_bad_rows)
+                add(_rows(path, rest, separator, before, on_bad_rows))
                 break
             blocks.append(cut)
             numbers.append(np.arange(before + 1, before + len(cut.starts) + 1))
@@ -82,11 +87,13 @@ def parse(
     texts: Sequence[Any] = cells.columns([Block.of(columns), *blocks]) if blocks else columns
     where = np.concatenate(numbers)
     held = dict(zip(own, texts, strict=True))
-    return Table(held, source=str(path), lines=where, missing=missing)
+    return Table(held, source=str(path), lines=where, missing=missing, named=named)
 
 
-def _names(path: Path, top: list[str], header: bool, names: Sequence[str] | None) -> list[str]:
-    """Return the names of the columns, given, read or made up."""
+def _names(
+    path: Path, top: list[str], header: bool, names: Sequence[str] | None, named: bool
+) -> list[str]:
+    """Return the names of the columns, given, read or made up; errors quote them if `named`."""
     if header and names is None and _looks_like_data(top):
         raise TableError(
             f"{path}: the first line holds only numbers, so it is no header; pass "
@@ -98,48 +105,74 @@ def _names(path: Path, top: list[str], header: bool, names: Sequence[str] | None
         )
     own = [name.strip() for name in top] if header else [f"x{i}" for i in range(len(top))]
     own = own if names is None else list(names)
-    unique(own, str(path))
+    unique(own, str(path), named=named)
     return own
 
 
-def _clean(path: Path, lines: Iterable[str], comment: str | None) -> Iterator[str]:
+def _clean(
+    path: Path, lines: Iterable[str], comment: str | None, on_bad_rows: str
+) -> Iterator[str]:
     """Yield the lines of a text file, comments as empty ones."""
     for line in lines:
+        if "\0" in line and on_bad_rows == "zero":
+            line = line.replace("\0", "\ufffd")
         if "\0" in line:
             raise TableError(f"{path}: holds NUL bytes, so it is no text; give a CSV file")
         yield "\n" if comment and line.startswith(comment) else line
 
 
 def _rows(
-    path: Path, lines: Iterable[str], separator: str, before: int = 0
+    path: Path,
+    lines: Iterable[str],
+    separator: str,
+    before: int = 0,
+    on_bad_rows: str = "error",
 ) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line number, values) for every line that is not empty."""
+    """Yield (line number, values) for every line that is not empty.
+
+    A line with broken quotes has no values under on_bad_rows="zero", unless the quotes reach into
+    other lines: then nobody knows how many rows there are.
+    """
     if separator == " ":
         for number, line in enumerate(lines, before + 1):
             if row := line.split():
                 yield number, row
         return
     reader = csv.reader(lines, delimiter=separator, skipinitialspace=True, strict=True)
-    try:
-        for row in reader:
-            if len(row) > 1 or (row and row[0].strip()):
-                yield before + reader.line_num, row
-    except csv.Error as error:
-        raise TableError(
-            f"{path}, line {before + reader.line_num}: {error}; correct the quotes in that line"
-        ) from None
+    while True:
+        begin = reader.line_num
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            if on_bad_rows == "zero" and reader.line_num <= begin + 1:
+                yield before + reader.line_num, []
+                continue
+            where = _where(before + reader.line_num, on_bad_rows)
+            alone(TableError(f"{path}, {where}: {error}; correct the quotes in that line"))
+        if row is None:
+            return
+        if len(row) > 1 or (row and row[0].strip()):
+            yield before + reader.line_num, row
 
 
 def _of_width(
-    path: Path, rows: Iterable[tuple[int, list[str]]], width: int
+    path: Path, rows: Iterable[tuple[int, list[str]]], width: int, on_bad_rows: str
 ) -> Iterator[tuple[int, list[str]]]:
+    """Yield rows of the right width; under on_bad_rows="zero" others have only missing values."""
     for line, row in rows:
-        if len(row) != width:
+        if len(row) == width:
+            yield line, row
+        elif on_bad_rows == "zero":
+            yield line, [""] * width
+        else:
             raise TableError(
-                f"{path}, line {line}: has {len(row)} values where {width} columns are; "
-                f"correct the line (text with a separator in it needs quotes)"
+                f"{path}, {_where(line, on_bad_rows)}: has {len(row)} values where {width} columns "
+                f"are; correct the line (text with a separator in it needs quotes)"
             )
-        yield line, row
+
+
+def _where(line: int, on_bad_rows: str) -> str:
+    return f"line {line}" if on_bad_rows == "show" else "one line"
 
 
 def _cut(block: str, separator: str, width: int) -> Block | None:

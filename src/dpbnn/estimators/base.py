@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, clone
-from sklearn.utils import check_random_state
+from sklearn.utils import check_array, check_random_state
 from sklearn.utils.validation import (
     check_consistent_length,
     check_is_fitted,
@@ -25,11 +25,12 @@ from dpbnn.data.statistics import private_bounds
 from dpbnn.estimators import held_out, recipes, storage
 from dpbnn.estimators.held_out import HeldOut
 from dpbnn.estimators.inputs import Scaling, as_array, in_a_line, parsed_bounds
+from dpbnn.messages import as_numbers, check_on_bad_rows
 from dpbnn.methods.base import Method
 from dpbnn.posteriors import Posterior
 from dpbnn.predictive import Predictive
 from dpbnn.priors import Gaussian
-from dpbnn.privacy.checks import check_count, check_positive
+from dpbnn.privacy.checks import check_count, check_positive, quoted
 from dpbnn.privacy.events import Event
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan
@@ -139,8 +140,9 @@ class PrivateBayes(BaseEstimator):
             X: inputs [rows, columns].
         """
         check_is_fitted(self)
-        with in_a_line("remove or mend those rows"):
-            X = validate_data(self, as_array(X), reset=False, dtype=np.float64)
+        X = as_array(X)
+        with in_a_line("remove or mend those rows", X, show=self.on_bad_rows == "show"):
+            X = validate_data(self, X, reset=False, dtype=np.float64)
         inputs = torch.from_numpy(Scaling(*self.bounds_)(X))
         posterior = self._in_double(self.posterior_)
         found = posterior.predict(inputs, self.samples, seed=self.seed_)
@@ -232,13 +234,7 @@ class PrivateBayes(BaseEstimator):
         super().__setstate__(state)
 
     def _held_out(self) -> HeldOut:
-        held = HeldOut(self.recalibrate, self.conformal)
-        if held and self.on_bad_rows != "error":
-            raise ValueError(
-                "on_bad_rows='zero': held-out rows must be whole; leave recalibrate and conformal "
-                "out, or mend the rows and pass on_bad_rows='error'"
-            )
-        return held
+        return HeldOut(self.recalibrate, self.conformal, self.on_bad_rows)
 
     @staticmethod
     def _in_double(posterior: Posterior) -> Posterior:
@@ -259,8 +255,7 @@ class PrivateBayes(BaseEstimator):
 
     def _recipe(self) -> tuple[recipes.Recipe, Method | None]:
         """Return the recipe of the method, and its settings where the user gave them."""
-        if self.on_bad_rows not in ("error", "zero"):
-            raise ValueError(f"on_bad_rows={self.on_bad_rows!r}: must be 'error' or 'zero'")
+        check_on_bad_rows(self.on_bad_rows)
         if isinstance(self.method, Method):
             for name in ("learning_rate", "clip"):
                 if getattr(self, name) is not None:
@@ -284,14 +279,16 @@ class PrivateBayes(BaseEstimator):
     def _validated(self, X: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
         X, y = as_array(X), as_array(y, "y")
         options = {"dtype": [np.float64, np.float32], "ensure_min_samples": 2}
-        if self.on_bad_rows == "error":
-            cure = "remove or mend those rows, or pass on_bad_rows='zero' to let them contribute"
-            with in_a_line(f"{cure} nothing"):
+        cure = "remove or mend those rows, or pass on_bad_rows='zero' to let them contribute"
+        numbers, show = y if self._regression else None, self.on_bad_rows == "show"
+        with in_a_line(f"{cure} nothing", X, numbers, show=show):
+            if self.on_bad_rows != "zero":
                 return validate_data(self, X, y, y_numeric=self._regression, **options)
-        X = validate_data(self, X, ensure_all_finite=False, **options)
-        y = column_or_1d(y, warn=True, dtype=np.float64 if self._regression else None)
-        check_consistent_length(X, y)
-        return X, y
+            found = check_array(as_numbers(X), ensure_all_finite=False, **options)
+            validate_data(self, X, skip_check_array=True)  # takes names and number of columns
+            y = column_or_1d(as_numbers(y) if self._regression else y, warn=True)
+            check_consistent_length(found, y)
+        return found, y
 
     def _check_settings(self) -> None:
         """Raise for settings that no fit can take, before anything is spent."""
@@ -310,7 +307,7 @@ class PrivateBayes(BaseEstimator):
             whole = False
         if not whole:
             raise ValueError(
-                f"hidden={self.hidden!r}: must be widths of layers, such as (32,) or ()"
+                f"hidden={quoted(self.hidden)}: must be widths of layers, such as (32,) or ()"
             )
         return tuple(widths)
 

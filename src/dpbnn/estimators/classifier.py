@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 from sklearn.base import ClassifierMixin
+from sklearn.metrics import accuracy_score
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
 from dpbnn.estimators.base import PrivateBayes, Target
-from dpbnn.estimators.inputs import as_array
+from dpbnn.estimators.inputs import as_array, in_a_line
+from dpbnn.messages import SHOWN
 from dpbnn.predictive import Predictive
 
 __all__ = ["PrivateBayesClassifier"]
@@ -42,7 +44,8 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         ledger: path of a ledger file, or a `Ledger`, that all fits share; a clone keeps it. A file
             that does not exist yet gets (epsilon, delta) as its budget.
         tuning_runs: how many other runs chose these settings, for the statement; 0 says none did.
-        on_bad_rows: "error", or "zero" to let rows with missing values or unknown labels
+        on_bad_rows: "error" refuses rows with missing values or unknown labels and says how many
+            there are; "show" does the same and quotes the first of them; "zero" lets them
             contribute nothing.
         random_state: of initialisation and prediction; noise and sampling draw from the operating
             system (without privacy, everything follows from it).
@@ -145,6 +148,12 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         """Return the sets of predictions that were made already; see `predict_set`."""
         return (1 - predictive.mean.double() <= self._covering()).cpu().numpy()
 
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """Return the accuracy on test data, as scikit-learn does; errors quote no label."""
+        predicted = self.predict(X)
+        with in_a_line("mend them", None):
+            return float(accuracy_score(y, predicted, sample_weight=sample_weight))
+
     def evaluate(self, X: Any, y: Any, **options: Any) -> Any:
         """Return accuracy, calibration and more on test data; see `dpbnn.evaluation.evaluate`.
 
@@ -155,7 +164,8 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         predictive = self.predictive(X)
         numbers = self.numbers(column_or_1d(as_array(y), warn=True))
         if (numbers < 0).any():
-            raise ValueError(f"y: holds labels that are none of {self.classes_.tolist()}")
+            known = f"={self.classes_.tolist()}" if self.classes is not None else " of the training"
+            raise ValueError(f"y: {int((numbers < 0).sum())} labels are none of the classes{known}")
         return evaluate(predictive, numbers, **options)
 
     def _target(self, y: np.ndarray) -> Target:
@@ -164,20 +174,24 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
                 "classes: missing, and reading them off the data would not be private; pass all "
                 "labels that can occur, as in classes=[0, 1]"
             )
-        if self.classes is None or self.on_bad_rows == "error":
-            check_classification_targets(y)
+        if self.classes is None or self.on_bad_rows != "zero":
+            with in_a_line("mend them", None):
+                check_classification_targets(y)
         self.classes_ = np.unique(y if self.classes is None else np.asarray([*self.classes]))
         if len(self.classes_) < 2:
             raise ValueError(
-                f"classes={self.classes_.tolist()}: at least 2 classes are needed; name all labels "
-                f"that can occur"
+                f"classes: {len(self.classes_)} found, and at least 2 classes are needed; name all "
+                f"labels that can occur"
             )
         numbers = self.numbers(y)
         unknown = numbers < 0
-        if unknown.any() and self.on_bad_rows == "error":
+        if unknown.any() and self.on_bad_rows != "zero":
+            first = np.flatnonzero(unknown)[:SHOWN].tolist()
+            quoted = ", ".join(f"row {row}: {y[row]!r}" for row in first)
+            shown = f" ({quoted})" if self.on_bad_rows == "show" else ""
             raise ValueError(
-                f"y: {int(unknown.sum())} labels are none of classes={self.classes_.tolist()}; add "
-                f"them to classes, mend them, or pass on_bad_rows='zero'"
+                f"y: {int(unknown.sum())} labels are none of classes={self.classes_.tolist()}"
+                f"{shown}; add them to classes, mend them, or pass on_bad_rows='zero'"
             )
         return Target(numbers, len(self.classes_), "categorical")
 
@@ -188,7 +202,15 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
             places = np.minimum(np.searchsorted(self.classes_, labels), len(self.classes_) - 1)
             return np.where(self.classes_[places] == labels, places, -1)
         known = {label: number for number, label in enumerate(self.classes_.tolist())}
-        return np.array([known.get(label, -1) for label in labels.tolist()], dtype=np.int64)
+        found = [_number(known, label) for label in labels.tolist()]
+        return np.array(found, dtype=np.int64)
 
     def _original(self, predictive: Predictive) -> Predictive:
         return predictive
+
+
+def _number(known: dict[Any, int], label: Any) -> int:
+    try:
+        return known.get(label, -1)
+    except TypeError:  # a label that cannot be looked up, such as a list
+        return -1

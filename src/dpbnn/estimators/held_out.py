@@ -49,10 +49,12 @@ class HeldOut:
     Attributes:
         share: of epsilon, for the temperature; None leaves predictions as they are.
         alpha: share of misses of sets and intervals; None leaves them out.
+        on_bad_rows: as in `dpbnn.fit`.
     """
 
     share: float | None
     alpha: float | None
+    on_bad_rows: str = "error"
 
     def __post_init__(self) -> None:
         most = 1 - (COVER_SHARE if self.alpha is not None else 0.0)
@@ -139,7 +141,12 @@ class HeldOut:
         """
         used: Any = posterior
         temperature = threshold = None
-        common: dict[str, Any] = {"ledger": ledger, "samples": samples, "seed": seed}
+        common: dict[str, Any] = {
+            "ledger": ledger,
+            "samples": samples,
+            "seed": seed,
+            "on_bad_rows": self.on_bad_rows,
+        }
         if plans[0] is not None:
             used = recalibrate(used, temper, plan=plans[0], **common)
             temperature = used.temperature

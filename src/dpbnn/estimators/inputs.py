@@ -4,15 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from dpbnn.messages import SHOWN, alone, as_numbers, kind_of
+from dpbnn.privacy.checks import quoted
+
 __all__ = ["Scaling", "as_array", "in_a_line", "parsed_bounds"]
 
 _TIMES = ("date", "time", "duration", "period")  # how types of no use as numbers are called
 _BLOCK = 1 << 16  # numbers scaled at once, few enough for the processor's cache
+_CELLS = ("some cells are text", "float() argument", "dtype='num", "Unable to convert", "Input")
+_PUBLIC = re.compile(  # what scikit-learn and NumPy say without quoting a value
+    r"Input( [Xy])? contains (NaN|infinity or a value too large for dtype\('\w+'\))"
+    r"|float\(\) argument must be a string or a real number, not '[\w.]+'"
+    r"|dtype='numeric' is not compatible with arrays of bytes/strings.*"
+    r"|Unable to convert array of bytes/strings into decimal numbers with dtype='numeric'"
+    r"|Found array with (\d+ \w+\(s\) \(shape=\([\d, ]*\)\)|dim \d+).*"
+    r"|Expected 2D array, got (1D|scalar) array instead"
+    r"|X has \d+ features, but \w+ is expecting \d+ features as input"
+    r"|Found input variables with inconsistent numbers of samples: \[[\d, ]*\]"
+    r"|y should be a 1d array, got an array of shape \([\d, ]*\) instead"
+    r"|This \w+ estimator requires y to be passed, but the target y is None"
+    r"|Complex data not supported"
+    r"|Sparse data was passed( for [Xy])?, but dense data is required.*"
+    r"|Unknown label type: [\w-]+\. Maybe you are trying to fit a classifier.*"
+    r"|The feature names should match those that were passed during fit"
+    r"|setting an array element with a sequence\. The requested array has an inhomogeneous shape "
+    r"after \d+ dimensions\. The detected shape was \([\d, ]*\) \+ inhomogeneous part"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,26 +125,65 @@ def as_array(values: Any, name: str = "X") -> Any:
 
 
 @contextlib.contextmanager
-def in_a_line(cure: str) -> Iterator[None]:
-    """Say in one line what scikit-learn's validation finds.
+def in_a_line(cure: str, X: Any, y: Any = None, *, show: bool = False) -> Iterator[None]:
+    """Say in one line what scikit-learn's validation finds, without quoting a value.
 
     Args:
         cure: what to do about values that are not finite.
+        X: what is validated; its bad cells are counted by column.
+        y: a column of numbers that is validated too.
+        show: whether the first bad cells are quoted, with their rows.
     """
     try:
         yield
     except (TypeError, ValueError) as error:
-        line, *rest = [part.strip() for part in str(error).strip().split("\n")]
-        line = line.rstrip(".:")
-        if "contains NaN" in line or "contains infinity" in line:
-            raise ValueError(f"{line}; {cure}") from None
-        if "float() argument" in line or "could not convert string" in line:
-            raise type(error)(
-                f"X and y must hold numbers ({line}); encode the others, as 'dpbnn fit' and "
-                f"dpbnn.data.Schema do"
-            ) from None
-        more = [part for part in rest if part.startswith("Reshape your data")]
-        raise type(error)("; ".join([line, *more])) from None
+        kind: type[Exception] = TypeError if isinstance(error, TypeError) else ValueError
+        text = _told(error)
+    else:
+        return
+    if text.startswith(_CELLS):
+        found = ", ".join([text, *_bad_cells(X, "column", show), *_bad_cells(y, "y", show)])
+        encode = "encode the others, as 'dpbnn fit' and dpbnn.data.Schema do"
+        infinite = text.startswith("Input")
+        text = f"{found}; {cure}" if infinite else f"X and y must hold numbers ({found}); {encode}"
+    alone(kind(text))
+
+
+def _told(error: Exception) -> str:
+    """Return the parts of an error's text that are known to quote no value, or its type."""
+    line, *rest = [part.strip().rstrip(".:") for part in str(error).strip().split("\n")]
+    if line.startswith("could not convert string"):
+        return _CELLS[0]
+    if not _PUBLIC.fullmatch(line):
+        return f"X or y cannot be used: {kind_of(error)}; its text may quote private data"
+    return "; ".join([line, *(part for part in rest if part.startswith("Reshape your data"))])
+
+
+def _bad_cells(values: Any, name: str, show: bool) -> list[str]:
+    """Return how many cells of each column are no finite numbers, or the first of them."""
+    if values is None:
+        return []
+    try:
+        cells = np.asarray(values)
+        bad = ~np.isfinite(np.asarray(as_numbers(values), dtype=np.float64))
+    except Exception:  # no table of cells
+        return []
+    if bad.shape != cells.shape or bad.ndim not in (1, 2):
+        return []
+    titles = [name] if bad.ndim == 1 else [f"{name} {c!r}" for c in _titles(values, bad.shape[1])]
+    cells, bad = cells.reshape(len(cells), -1), bad.reshape(len(bad), -1)
+    if show:
+        first = np.argwhere(bad)[:SHOWN].tolist()
+        return [f"row {row}, {titles[k]}: {cells[row, k]!r}" for row, k in first]
+    counts = bad.sum(0)
+    some = [f"{titles[k]}: {int(counts[k])} bad cells" for k in np.flatnonzero(counts)[:SHOWN]]
+    more = int((counts > 0).sum()) - len(some)
+    return [*some, f"{more} more columns"] if more > 0 else some
+
+
+def _titles(values: Any, width: int) -> list[Any]:
+    names = getattr(values, "columns", None)
+    return [*range(width)] if names is None else [*names]
 
 
 def parsed_bounds(
@@ -172,6 +234,6 @@ def _pair(bounds: Any, argument: str) -> tuple[Any, Any]:
         low, high = bounds
     except (TypeError, ValueError):
         raise ValueError(
-            f"{argument}={bounds!r}: must be (low, high), such as {argument}=(0, 1)"
+            f"{argument}={quoted(bounds)}: must be (low, high), such as {argument}=(0, 1)"
         ) from None
     return low, high

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 from sklearn.base import RegressorMixin
+from sklearn.metrics import r2_score
 from sklearn.utils.validation import column_or_1d
 
 from dpbnn.estimators.base import PrivateBayes, Target
-from dpbnn.estimators.inputs import Scaling, as_array, parsed_bounds
+from dpbnn.estimators.inputs import Scaling, as_array, in_a_line, parsed_bounds
 from dpbnn.likelihoods import Gaussian
 from dpbnn.predictive import Predictive, RealPredictive
 
@@ -43,7 +44,7 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
             rows is held out for them, and a fifth of epsilon pays for them.
         ledger: path of a ledger file, or a `Ledger`, that all fits share.
         tuning_runs: how many other runs chose these settings.
-        on_bad_rows: "error" or "zero".
+        on_bad_rows: "error", "show" or "zero".
         random_state: of initialisation and prediction.
         device: "cpu" or "cuda".
         progress: show a progress bar.
@@ -137,6 +138,12 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         threshold = self._covering()
         mean, std = predictive.mean.double(), predictive.std.double()
         return (mean - threshold * std).cpu().numpy(), (mean + threshold * std).cpu().numpy()
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """Return R^2 on test data, as scikit-learn does; errors quote no target."""
+        predicted = self.predict(X)
+        with in_a_line("mend them", None, y):
+            return float(r2_score(y, predicted, sample_weight=sample_weight))
 
     def evaluate(self, X: Any, y: Any, **options: Any) -> Any:
         """Return errors, coverage and more on test data; see `dpbnn.evaluation.evaluate`.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dpbnn.messages import unquoted
 from dpbnn.predictive import ClassPredictive, Predictive, RealPredictive
 
 Floats = NDArray[np.floating[Any]]
@@ -24,7 +25,8 @@ def array(values: Any, name: str) -> NDArray[Any]:
         if values.is_floating_point() and values.element_size() < 4:
             values = values.float()
         values = values.numpy()
-    found = np.asarray(values)
+    with unquoted(f"{name} cannot be read as an array", "give numbers", ValueError):
+        found = np.asarray(values)
     if found.dtype.kind not in "biuf":
         raise ValueError(f"{name} has dtype {found.dtype}; give numbers")
     return found.astype(np.float32) if found.dtype == np.float16 else found
@@ -38,8 +40,7 @@ def finite(values: Any, name: str) -> Floats:
     bad = ~np.isfinite(found)
     if bad.any():
         raise ValueError(
-            f"{name} holds {int(bad.sum())} values that are not finite, the first in record "
-            f"{int(np.argwhere(bad)[0, 0])}; remove or mend them"
+            f"{name} holds {int(bad.sum())} values that are not finite; remove or mend them"
         )
     return found
 
@@ -168,15 +169,13 @@ def _check_probabilities(p: Floats) -> None:
         bad = np.isnan(block).any(1)
         if bad.any():
             raise ValueError(
-                f"probabilities of record {first + int(bad.argmax())} are NaN; check the inputs "
-                f"and the weights"
+                "probabilities of some records are NaN; check the inputs and the weights"
             )
         off = np.abs(block.sum(1, dtype=np.float64) - 1)
         if not (block.min() >= 0 and off.max() <= 1e-3):
-            row = int(np.maximum(off, 1e9 * (block.min(1) < 0)).argmax())
             raise ValueError(
-                f"probabilities of record {first + row} are negative or do not sum to 1; give the "
-                f"softmax of network outputs"
+                "probabilities of some records are negative or do not sum to 1; give the softmax "
+                "of network outputs"
             )
 
 
@@ -192,7 +191,7 @@ def _labels(y: Any, n: int, classes: int) -> Integers:
     wrong = (whole != labels) | (whole < 0) | (whole >= classes)
     if wrong.any():
         raise ValueError(
-            f"y holds the label {labels[wrong][0]} in record {int(wrong.argmax())}; labels must be "
-            f"whole numbers from 0 to {classes - 1}"
+            f"y holds {int(wrong.sum())} labels that are none of the classes; labels must be whole "
+            f"numbers from 0 to {classes - 1}"
         )
     return whole

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dpbnn.likelihoods import Categorical, Gaussian
 from dpbnn.likelihoods import likelihood as named_likelihood
+from dpbnn.messages import unquoted
 from dpbnn.posteriors import folder as folders
 from dpbnn.posteriors.evaluate import Draws, Inputs, evaluate
 from dpbnn.predictive import ClassPredictive, Predictive, RealPredictive
@@ -177,10 +178,11 @@ class Posterior(ABC):
     def _inputs(self, x: Any) -> Inputs:
         tensor = next((p for p in self.model.parameters() if p.is_floating_point()), None)
         dtype = torch.get_default_dtype() if tensor is None else tensor.dtype
-        inputs = tuple(
-            torch.as_tensor(part, device=self.device)
-            for part in (x if isinstance(x, tuple) else (x,))
-        )
+        with unquoted("x cannot be read as tensors", "give a tensor or an array", ValueError):
+            inputs = tuple(
+                torch.as_tensor(part, device=self.device)
+                for part in (x if isinstance(x, tuple) else (x,))
+            )
         if len({part.shape[:1] for part in inputs}) != 1 or not (
             inputs[0].dim() and len(inputs[0])
         ):

@@ -129,7 +129,7 @@ def _keep(uniform: Tensor, rate: float) -> Tensor:
 
 
 def _mask_shapes(model: nn.Module, inputs: Inputs) -> dict[str, torch.Size]:
-    """Return the shape of the mask of every module that is reached, from one example."""
+    """Return the shape of the mask of every module that is reached, from one public example."""
     shapes: dict[str, torch.Size] = {}
 
     def record(name: str, module: _Mask, x: Tensor) -> None:
@@ -152,7 +152,7 @@ def _mask_shapes(model: nn.Module, inputs: Inputs) -> dict[str, torch.Size]:
         if isinstance(module, _Mask)
     ]
     with torch.no_grad(), evaluation(model):
-        model(*(part[:1] for part in inputs))
+        model(*(torch.zeros_like(part[:1]) for part in inputs))
     for hook in hooks:
         hook.remove()
     return shapes

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from dpbnn.messages import unquoted
+
 __all__ = ["Draws", "Inputs", "evaluate", "evaluation", "number_stream"]
 
 Inputs = tuple[Tensor, ...]
@@ -19,6 +21,10 @@ Inputs = tuple[Tensor, ...]
 # Activations of one draw beyond which one draw alone keeps the machine busy, so that a loop over
 # draws is as fast as one vectorised pass and smaller.
 _BUSY = {"cuda": 2**25, "cpu": 2**19}
+_FAILED = (
+    "the network raised an error on these inputs",
+    "give inputs of the shape, the type and the values that it takes",
+)
 _TF32 = {"high": "tf32", "highest": "ieee"}
 
 
@@ -69,7 +75,12 @@ def evaluate(
         memory_limit = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2**30
     if precision not in _TF32:
         raise ValueError(f"precision={precision!r} must be one of {', '.join(map(repr, _TF32))}.")
-    with torch.no_grad(), evaluation(model), _matrix_products(device, precision):
+    with (
+        torch.no_grad(),
+        evaluation(model),
+        _matrix_products(device, precision),
+        unquoted(*_FAILED, public=lambda: model(*(torch.zeros_like(t[:2]) for t in inputs))),
+    ):
         active = _activations(model, inputs)
         width = inputs[0].dtype.itemsize if inputs[0].is_floating_point() else 4
         if batch_size is None:

@@ -278,7 +278,7 @@ def _compare(name: str, first: Any, second: Any) -> list[str]:
         same = first.shape == second.shape and first.tobytes() == second.tobytes()
     else:
         same = first == second or (first != first and second != second)
-    return [] if same else [f"{name} differs ({first!r} and {second!r})"]
+    return [] if same else [f"{name} differs"]
 
 
 def _bits(tensor: Tensor) -> Tensor:

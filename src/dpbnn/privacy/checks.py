@@ -7,7 +7,16 @@ import os
 from numbers import Real
 from typing import Any
 
-__all__ = ["check_count", "check_numbers", "check_one_process", "check_positive", "first_line"]
+__all__ = [
+    "check_count",
+    "check_numbers",
+    "check_one_process",
+    "check_positive",
+    "first_line",
+    "quoted",
+]
+
+_PLAIN = (str, int, float, type(None))
 
 
 def first_line(error: Exception) -> str:
@@ -15,12 +24,23 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
+def quoted(value: Any) -> str:
+    """Return a wrong setting for a message: plain values as they are, of others the type alone.
+
+    Data that was passed in the place of a setting is not quoted.
+    """
+    held = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    held = held if isinstance(held, (list, tuple)) else [held]
+    plain = len(held) <= 4 and all(isinstance(part, _PLAIN) for part in held)
+    return repr(value) if plain else f"<{type(value).__name__}>"
+
+
 def check_numbers(**values: Any) -> None:
     """Raise for values that are no numbers, such as text; None is left out."""
     for name, value in values.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
             raise ValueError(
-                f"{name}={value!r}: is of type {type(value).__name__}; give one number"
+                f"{name}={quoted(value)}: is of type {type(value).__name__}; give one number"
             )
 
 
