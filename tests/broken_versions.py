@@ -163,7 +163,7 @@ def the_trainer_divides_by_the_usable_rows(patch: Patch) -> None:
 
 
 def batches_are_cut_from_a_shuffle(patch: Patch) -> None:
-    def draw(self, step, generator):
+    def draw(self, step, generator, records):
         each = math.ceil(self.n / self.batch_size)
         order = np.random.default_rng(step // each).permutation(self.n)
         first = step % each * int(self.batch_size)
@@ -177,7 +177,7 @@ def batches_have_a_fixed_size(patch: Patch) -> None:
 
 
 def some_records_are_drawn_more_often(patch: Patch) -> None:
-    def draw(self, step, generator):
+    def draw(self, step, generator, records):
         rates = self.rate * np.linspace(0.8, 1.2, self.n)
         return np.flatnonzero(generator.random(self.n) < rates)
 
@@ -352,7 +352,7 @@ def noise_moves_the_global_generator(patch: Patch) -> None:
 
 
 def batches_come_from_the_global_generator(patch: Patch) -> None:
-    def draw(self, step, generator):
+    def draw(self, step, generator, records):
         return (torch.rand(self.n) < self.rate).nonzero()[:, 0].numpy()
 
     patch.setattr(Poisson, "_draw", draw)

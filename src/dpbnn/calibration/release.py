@@ -24,7 +24,7 @@ _ROWS = 1 << 21  # numbers of a block of contributions
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """A settled calibration: full-batch releases of all n records, and where they are recorded."""
+    """A settled calibration: full-batch releases of all records, and where they are recorded."""
 
     plan: Plan
     ledger: Ledger
@@ -35,7 +35,7 @@ class Budget:
     def of(
         cls,
         before: PrivacyStatement | Mapping[str, Any] | None,
-        n: int,
+        records: int,
         epsilon: float | None,
         delta: float | None,
         given: Plan | None,
@@ -46,7 +46,8 @@ class Budget:
 
         Args:
             before: the statement of the training, or its `to_dict()`.
-            n: number of calibration records.
+            records: how many calibration records there are. Under add/remove that is not public:
+                the plan says n.
             epsilon: the budget, where there is no plan.
             delta: by default the ledger's, or that of the training.
             given: the plan, where there is no epsilon.
@@ -61,6 +62,15 @@ class Budget:
                 f"relation: the posterior has {relation} and the ledger {ledger.relation}; pass "
                 f"the ledger of the training"
             )
+        hidden = not (given or ledger).relation.public_size
+        if hidden and given is None:
+            raise ValueError(
+                f"plan: missing; under add/remove the number of records is not public; state an "
+                f"expected one, plan=dpbnn.plan(n=..., sampling='full-batch', steps={steps}, "
+                f"relation='add/remove', ...)"
+            )
+        if not (records or hidden):
+            raise ValueError("the calibration data has no records; give at least one")
         if (epsilon is None) == (given is None):
             raise ValueError("epsilon and plan: give one of them, such as epsilon=0.1")
         if delta is None:
@@ -70,9 +80,10 @@ class Budget:
             if delta is None:
                 raise ValueError("delta: missing; give a small probability, such as delta=1e-5")
             given = plan(
-                epsilon=epsilon, delta=delta, n=n, steps=steps, sampling="full-batch",
+                epsilon=epsilon, delta=delta, n=records, steps=steps, sampling="full-batch",
                 relation=ledger.relation,
             )  # fmt: skip
+        n = given.n if hidden else records
         if given.sampling != "full-batch" or given.n != n or len(given.noise_multipliers) != 1:
             raise ValueError(
                 f"plan: is for {given.sampling} sampling of n={given.n}; calibration needs "
@@ -171,8 +182,8 @@ class RowBlocks(ChunkedContributions):
         self._size = max(1, _ROWS // max(width, work))
 
     def chunks(self) -> Iterator[Contributions]:
-        """Yield the contributions of every block."""
-        for first in range(0, self.batch_size, self._size):
+        """Yield the contributions of every block, an empty one where there are no records."""
+        for first in range(0, max(1, self.batch_size), self._size):
             yield DenseContributions(self.rows(first, min(first + self._size, self.batch_size)))
 
 
@@ -182,15 +193,19 @@ def release(gate: Gate, contributions: RowBlocks) -> Tensor:
     return gate(contributions, records=records)["value"].double()
 
 
-def checked(data: Any) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of the calibration records, at least one."""
+def checked(data: Any) -> tuple[Tensor, Tensor, int]:
+    """Return inputs, targets and number of the calibration records.
+
+    Where there are none, a row of zeros that contributes nothing can be predicted in their place.
+    """
     x, y = (torch.as_tensor(part) for part in data)
-    if not len(x) or len(x) != len(y):
+    if len(x) != len(y):
         raise ValueError(
-            f"the calibration data has {len(x)} inputs and {len(y)} targets; give one target for "
-            f"every input, and at least one"
+            "the calibration data has more or fewer targets than inputs; give one target for each"
         )
-    return x, y
+    if not len(x):
+        return x.new_zeros(1, *x.shape[1:]), y.new_zeros(1, *y.shape[1:]), 0
+    return x, y, len(x)
 
 
 def check_targets(predictive: Predictive, y: Tensor) -> None:
@@ -198,8 +213,9 @@ def check_targets(predictive: Predictive, y: Tensor) -> None:
     if isinstance(predictive, RealPredictive):
         if y.numel() != predictive.mean.numel() or not y.isfinite().all():
             raise ValueError(
-                f"the calibration targets have shape {list(y.shape)} for predictions of shape "
-                f"{list(predictive.mean.shape)}, or hold NaN or infinity; remove or mend those rows"
+                f"the calibration targets have shape {list(y.shape[1:])} for predictions of shape "
+                f"{list(predictive.mean.shape[1:])} per record, or hold NaN or infinity; remove "
+                f"or mend those rows"
             )
     elif not isinstance(predictive, ClassPredictive) or predictive.mean.dim() != 2:
         raise TypeError(

@@ -76,6 +76,7 @@ def select(
         ledger: that of all the trainings.
         score: "log_prob", or "accuracy" for classes.
         plan: instead of epsilon, a plan of one step with sampling="full-batch", or an open plan.
+            Under add/remove it is needed, and its n stands for the number of records.
         samples: number of posterior draws in a prediction.
         seed: of the draws.
         noise: the source of noise; a new one from operating-system entropy by default.
@@ -85,10 +86,10 @@ def select(
         raise ValueError(f"candidates: {len(named)} given; give at least 2 to choose from")
     if score not in ("log_prob", "accuracy"):
         raise ValueError(f"score={score!r}: must be 'log_prob' or 'accuracy'")
-    x, y = checked(data)
+    x, y, records = checked(data)
     _check_ledger(named, ledger)
     first = next(iter(named.values()))
-    budget = Budget.of(_privacy(first), len(x), epsilon, delta, plan, ledger, 1)
+    budget = Budget.of(_privacy(first), records, epsilon, delta, plan, ledger, 1)
     if budget.plan.steps != 1:
         raise ValueError(f"plan: has {budget.plan.steps} steps; a selection needs one")
     scores = torch.stack([_scores(c, x, y, score, samples, seed) for c in named.values()], 1)
@@ -97,15 +98,16 @@ def select(
         scores = torch.minimum(torch.maximum(scores, middle - 0.5), middle + 0.5)
     centred = scores - scores.mean(1, keepdim=True)
     gate = budget.gate(math.sqrt(len(named)) / 2 * (1 + 1e-3), "private selection", noise)
-    sums = release(gate, RowBlocks(len(x), len(named), lambda i, j: centred[i:j]))
-    means = dict(zip(named, (sums / len(x)).tolist(), strict=True))
+    sums = release(gate, RowBlocks(records, len(named), lambda i, j: centred[i:j]))
+    n = budget.plan.n
+    means = dict(zip(named, (sums / n).tolist(), strict=True))
     chosen = max(means, key=means.__getitem__)
     open_gate = not budget.plan.private
     return Selection(
         name=chosen,
         posterior=named[chosen],
         scores=means,
-        noise_std=0.0 if open_gate else gate.noise_multiplier * gate.clip / len(x),
+        noise_std=0.0 if open_gate else gate.noise_multiplier * gate.clip / n,
         privacy=_statement(named, gate, budget),
     )
 

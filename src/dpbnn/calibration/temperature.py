@@ -96,13 +96,14 @@ def recalibrate(
         delta: its delta; by default the ledger's, or the posterior's.
         plan: instead of epsilon, a plan with sampling="full-batch" (as many releases as it has
             steps), or an open plan.
+            Under add/remove it is needed, and its n stands for the number of records.
         ledger: where the releases are recorded, best that of the training; in memory by default.
         samples: number of posterior draws in a prediction.
         seed: of the draws.
         noise: the source of noise; a new one from operating-system entropy by default.
     """
-    x, y = checked(data)
-    budget = Budget.of(posterior.privacy, len(x), epsilon, delta, plan, ledger, STEPS)
+    x, y, records = checked(data)
+    budget = Budget.of(posterior.privacy, records, epsilon, delta, plan, ledger, STEPS)
     predictive = posterior.predict(x, samples, seed=seed)
     task, derivative, work = _derivative(predictive, y)
     gate = budget.gate(CLIP, "recalibration", noise)
@@ -110,7 +111,7 @@ def recalibrate(
     for _ in range(budget.plan.steps):
         middle = (low + high) / 2
         rows = functools.partial(derivative, temperature=math.exp(middle))
-        slope = release(gate, RowBlocks(len(x), 1, rows, work))
+        slope = release(gate, RowBlocks(records, 1, rows, work))
         low, high = (low, middle) if slope.item() > 0 else (middle, high)
     return RecalibratedPosterior(posterior, math.exp((low + high) / 2), budget.statement(gate))
 
