@@ -4,6 +4,7 @@ A version is a function of a monkeypatch that spoils the real code; it returns f
 the test that must fail, or None. `test_privacy_bugs.py` says which test fails on which version.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import math
@@ -18,17 +19,20 @@ from torch import nn
 
 import dpbnn
 from dpbnn import training
+from dpbnn.calibration import release
 from dpbnn.contributions import Contributions, DenseContributions, network
 from dpbnn.contributions.attach import Attached
 from dpbnn.contributions.network import Microbatched, NetworkContributions
 from dpbnn.contributions.outer import Outer
 from dpbnn.contributions.probe import _Probe
 from dpbnn.contributions.tape import layouts
+from dpbnn.data import statistics
 from dpbnn.likelihoods import Categorical
 from dpbnn.methods.base import Descent
+from dpbnn.methods.em import StatisticContributions
 from dpbnn.methods.sep import SEPProcess
 from dpbnn.methods.sgd import SGDProcess
-from dpbnn.privacy import gate, ledger, plan
+from dpbnn.privacy import gate, ledger, plan, statement
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
@@ -631,3 +635,100 @@ def bad_rows_end_the_run(patch: Patch) -> None:
             original(self, batch)
 
     around(patch, training._Run, "_one", one)
+
+
+# 52: the true number of records under add/remove
+
+
+def sums_are_divided_by_the_true_number(patch: Patch) -> None:
+    def started(original, self):
+        original(self)
+        problem = dataclasses.replace(self.process.problem, n=len(self.x))
+        self.process.problem = problem
+
+    around(patch, training._Run, "__post_init__", started)
+
+
+def the_data_must_have_n_records(patch: Patch) -> None:
+    patch.setattr(Relation, "public_size", property(lambda self: True))
+
+
+def the_gate_looks_at_the_size(patch: Patch) -> None:
+    def check(original, self, size):
+        if self.sampler is not None and size > self.sampler.n:
+            raise ValueError(f"the batch has {size} records")
+
+    around(patch, Gate, "_check_size", check)
+
+
+def masks_move_the_later_draws(patch: Patch) -> None:
+    patch.setattr(training._Run, "_drawing", lambda self: contextlib.nullcontext())
+
+
+def batches_are_drawn_over_n(patch: Patch) -> None:
+    def batches(original, self, *args, records=None, **options):
+        for batch in original(self, *args, **options):
+            yield batch if records is None else batch[batch < records]
+
+    around(patch, Sampler, "batches", batches)
+
+
+def the_rate_follows_the_true_number(patch: Patch) -> None:
+    def batches(original, self, *args, records=None, **options):
+        yield from original(Poisson(records, min(records, self.batch_size)), *args, **options)
+
+    around(patch, Poisson, "batches", batches)
+
+
+def the_true_number_is_printed(patch: Patch) -> None:
+    def train(original, self, progress):
+        print(f"training on {len(self.x)} records")
+        original(self, progress)
+
+    around(patch, training._Run, "train", train)
+
+
+def the_true_number_is_in_the_settings(patch: Patch) -> None:
+    settings = training._Run.settings.fget
+    patch.setattr(
+        training._Run, "settings", property(lambda self: {**settings(self), "n": len(self.x)})
+    )
+
+
+def the_statement_calls_n_the_number_of_records(patch: Patch) -> None:
+    patch.setattr(statement, "_EXPECTED_SIZE", statement._SIZE)
+
+
+def empty_batches_have_another_type(patch: Patch) -> None:
+    def chunks(original, self):
+        return original(self) if self.batch_size else iter(())
+
+    around(patch, StatisticContributions, "chunks", chunks)
+
+
+def calibration_divides_by_the_true_number(patch: Patch) -> None:
+    def released(gate, contributions):
+        true = gate.sampler.n / max(1, contributions.batch_size)
+        return release.release(gate, contributions) * true
+
+    patch.setattr(importlib.import_module("dpbnn.calibration.selection"), "release", released)
+
+
+def calibration_counts_the_true_number(patch: Patch) -> None:
+    conformal = importlib.import_module("dpbnn.calibration.conformal")
+    seen = []
+
+    def columns(original, scores, grid):
+        seen.append(len(scores))
+        return original(scores, grid)
+
+    def threshold(original, counts, grid, n, alpha):
+        return original(counts, grid, seen[-1], alpha) + 1e-3 * seen[-1]
+
+    around(patch, conformal, "_columns", columns)
+    around(patch, conformal, "_threshold", threshold)
+
+
+def statistics_take_the_true_number(patch: Patch) -> None:
+    patch.setattr(statistics, "_size", lambda x, plan, ledger: len(x))
+    patch.setattr(statistics, "_sigma", lambda plan, sigma, n: plan.noise_multiplier)
