@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import importlib
 import math
+import os
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import windows
 from torch import nn
 
 import dpbnn
@@ -32,6 +34,7 @@ from dpbnn.methods.base import Descent
 from dpbnn.methods.em import StatisticContributions
 from dpbnn.methods.sep import SEPProcess
 from dpbnn.methods.sgd import SGDProcess
+from dpbnn.posteriors import IterateWriter, folder
 from dpbnn.privacy import gate, ledger, plan, statement
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
@@ -732,3 +735,39 @@ def calibration_counts_the_true_number(patch: Patch) -> None:
 def statistics_take_the_true_number(patch: Patch) -> None:
     patch.setattr(statistics, "_size", lambda x, plan, ledger: len(x))
     patch.setattr(statistics, "_sigma", lambda plan, sigma, n: plan.noise_multiplier)
+
+
+# 56: systems without POSIX calls
+
+
+def positioned_writes_are_taken_for_granted(patch: Patch) -> None:
+    patch.setattr(windows, "again", lambda module: module)
+
+
+def folders_are_synced_everywhere(patch: Patch) -> None:
+    def sync(path):
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.close(file)
+
+    patch.setattr(folder, "_sync", sync)
+
+
+def locks_let_everybody_in(patch: Patch) -> None:
+    patch.setattr(windows.FakeMsvcrt, "locking", lambda self, fd, mode, count: None)
+
+
+# 44: iterates on disk beside the key of their noise
+
+
+def iterates_are_written_at_once(patch: Patch) -> None:
+    def append(original, self, values):
+        kept = original(self, values)
+        self.flush()
+        return kept
+
+    around(patch, IterateWriter, "append", append)
+
+
+def a_failed_run_writes_what_it_holds(patch: Patch) -> None:
+    around(patch, IterateWriter, "close", lambda original, self, *, drop=False: original(self))

@@ -432,7 +432,8 @@ class _Run:
             )
         state = load_file(path, device=str(self.x.device))
         prefix = "process."
-        self.process.restore({k[len(prefix) :]: v for k, v in state.items() if prefix in k})
+        # Copies: Windows replaces no file that is mapped, and the next checkpoint replaces this.
+        self.process.restore({k[len(prefix) :]: v.clone() for k, v in state.items() if prefix in k})
         torch.set_rng_state(state["random.cpu"].cpu())
         if "random.cuda" in state:
             torch.cuda.set_rng_state(state["random.cuda"].cpu(), self.x.device)
@@ -462,7 +463,7 @@ def _replace(path: Path, write: Callable[[Path], None]) -> None:
     """Write a file beside its place and move it there once it is on disk."""
     partial = path.with_name(path.name + ".partial")
     write(partial)
-    with partial.open("rb") as file:
+    with partial.open("rb+") as file:
         os.fsync(file.fileno())
     partial.replace(path)
 

@@ -1,6 +1,5 @@
 """Locks behave alike on POSIX systems and on an imitation of Windows."""
 
-import importlib.util
 import os
 import threading
 import time
@@ -11,14 +10,6 @@ import windows
 from dpbnn.privacy import locks
 
 
-def again(name="locks_of_windows"):
-    """Load the module a second time, under what `sys.modules` holds now."""
-    spec = importlib.util.spec_from_file_location(name, locks.__file__)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(params=["posix", "windows"])
 def system(request, monkeypatch):
     if request.param == "posix":
@@ -26,7 +17,7 @@ def system(request, monkeypatch):
             pytest.skip("no POSIX locks here")
         return locks
     windows.without_posix(monkeypatch)
-    return again()
+    return windows.again(locks)
 
 
 @pytest.fixture
@@ -41,7 +32,7 @@ def files(tmp_path):
 
 def test_the_imitation_is_what_the_module_uses(monkeypatch, files):
     fake = windows.without_posix(monkeypatch)
-    module = again()
+    module = windows.again(locks)
     assert module.fcntl is None
     assert module.msvcrt is fake
     assert module.lock(files[0])

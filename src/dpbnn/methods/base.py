@@ -76,6 +76,11 @@ class Process(ABC):
     def close(self) -> None:  # noqa: B027, most methods hold nothing
         """Let go of what `ready` got hold of; what is on disk stays."""
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory of what waits for the next `state`, which writes it to disk."""
+        return 0
+
     def contribute(self, x: Any, y: Tensor) -> Contributions:
         """Return what the examples of a batch contribute."""
         return self.attached(x, y)
