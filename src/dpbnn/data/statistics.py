@@ -309,7 +309,7 @@ def _matrix(x: Any) -> Any:
     x = x if isinstance(x, np.ndarray) else np.asarray(x)
     if x.ndim != 2 or x.dtype.kind not in "biuf" or not x.shape[1]:
         raise ValueError(
-            f"x: has {x.ndim} axes and type {x.dtype}; give numbers [records, columns]"
+            f"x: has a shape of {x.ndim} axes and type {x.dtype}; give numbers [records, columns]"
         )
     return x
 
@@ -326,7 +326,7 @@ def _size(x: Any, plan: Plan | None, ledger: Ledger | None) -> int:
             )
         return plan.n
     if not len(x):
-        raise ValueError("x: has no records; give at least one")
+        raise ValueError(f"x: has shape {x.shape}; give at least one record")
     return len(x)
 
 
