@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import json
 import math
+import os
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
@@ -16,21 +17,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import windows
 from torch import nn
 
 import dpbnn
 from dpbnn import checkpoint, messages, runs, training
+from dpbnn.calibration import release
 from dpbnn.contributions import Contributions, DenseContributions, network
 from dpbnn.contributions.attach import Attached
 from dpbnn.contributions.network import Microbatched, NetworkContributions
 from dpbnn.contributions.outer import Outer
 from dpbnn.contributions.probe import _Probe
 from dpbnn.contributions.tape import layouts
+from dpbnn.data import statistics
 from dpbnn.likelihoods import Categorical
 from dpbnn.methods.base import Descent
+from dpbnn.methods.em import StatisticContributions
 from dpbnn.methods.sep import SEPProcess
 from dpbnn.methods.sgd import SGDProcess
-from dpbnn.privacy import gate, ledger, ledger_file, noise, plan, sampling
+from dpbnn.posteriors import IterateWriter, folder
+from dpbnn.privacy import gate, ledger, ledger_file, noise, plan, sampling, statement
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
@@ -165,7 +171,7 @@ def the_trainer_divides_by_the_usable_rows(patch: Patch) -> None:
 
 
 def batches_are_cut_from_a_shuffle(patch: Patch) -> None:
-    def draw(self, step, generator):
+    def draw(self, step, generator, records):
         each = math.ceil(self.n / self.batch_size)
         order = np.random.default_rng(step // each).permutation(self.n)
         first = step % each * int(self.batch_size)
@@ -179,7 +185,7 @@ def batches_have_a_fixed_size(patch: Patch) -> None:
 
 
 def some_records_are_drawn_more_often(patch: Patch) -> None:
-    def draw(self, step, generator):
+    def draw(self, step, generator, records):
         rates = self.rate * np.linspace(0.8, 1.2, self.n)
         return np.flatnonzero(generator.random(self.n) < rates)
 
@@ -354,7 +360,7 @@ def noise_moves_the_global_generator(patch: Patch) -> None:
 
 
 def batches_come_from_the_global_generator(patch: Patch) -> None:
-    def draw(self, step, generator):
+    def draw(self, step, generator, records):
         return (torch.rand(self.n) < self.rate).nonzero()[:, 0].numpy()
 
     patch.setattr(Poisson, "_draw", draw)
@@ -826,3 +832,136 @@ def wrong_settings_are_quoted(patch: Patch) -> None:
 
 def _raised_from_none(error: BaseException) -> None:
     raise error from None
+
+
+# 52: the true number of records under add/remove
+
+
+def sums_are_divided_by_the_true_number(patch: Patch) -> None:
+    def started(original, self):
+        original(self)
+        problem = dataclasses.replace(self.process.problem, n=len(self.x))
+        self.process.problem = problem
+
+    around(patch, training._Run, "__post_init__", started)
+
+
+def the_data_must_have_n_records(patch: Patch) -> None:
+    patch.setattr(Relation, "public_size", property(lambda self: True))
+
+
+def the_gate_looks_at_the_size(patch: Patch) -> None:
+    def check(original, self, size):
+        if self.sampler is not None and size > self.sampler.n:
+            raise ValueError(f"the batch has {size} records")
+
+    around(patch, Gate, "_check_size", check)
+
+
+def masks_move_the_later_draws(patch: Patch) -> None:
+    patch.setattr(training._Run, "_drawing", lambda self: contextlib.nullcontext())
+
+
+def batches_are_drawn_over_n(patch: Patch) -> None:
+    def batches(original, self, *args, records=None, **options):
+        for batch in original(self, *args, **options):
+            yield batch if records is None else batch[batch < records]
+
+    around(patch, Sampler, "batches", batches)
+
+
+def the_rate_follows_the_true_number(patch: Patch) -> None:
+    def batches(original, self, *args, records=None, **options):
+        yield from original(Poisson(records, min(records, self.batch_size)), *args, **options)
+
+    around(patch, Poisson, "batches", batches)
+
+
+def the_true_number_is_printed(patch: Patch) -> None:
+    def train(original, self, progress):
+        print(f"training on {len(self.x)} records")
+        original(self, progress)
+
+    around(patch, training._Run, "train", train)
+
+
+def the_true_number_is_in_the_settings(patch: Patch) -> None:
+    settings = training._Run.settings.fget
+    patch.setattr(
+        training._Run, "settings", property(lambda self: {**settings(self), "n": len(self.x)})
+    )
+
+
+def the_statement_calls_n_the_number_of_records(patch: Patch) -> None:
+    patch.setattr(statement, "_EXPECTED_SIZE", statement._SIZE)
+
+
+def empty_batches_have_another_type(patch: Patch) -> None:
+    def chunks(original, self):
+        return original(self) if self.batch_size else iter(())
+
+    around(patch, StatisticContributions, "chunks", chunks)
+
+
+def calibration_divides_by_the_true_number(patch: Patch) -> None:
+    def released(gate, contributions):
+        true = gate.sampler.n / max(1, contributions.batch_size)
+        return release.release(gate, contributions) * true
+
+    patch.setattr(importlib.import_module("dpbnn.calibration.selection"), "release", released)
+
+
+def calibration_counts_the_true_number(patch: Patch) -> None:
+    conformal = importlib.import_module("dpbnn.calibration.conformal")
+    seen = []
+
+    def columns(original, scores, grid):
+        seen.append(len(scores))
+        return original(scores, grid)
+
+    def threshold(original, counts, grid, n, alpha):
+        return original(counts, grid, seen[-1], alpha) + 1e-3 * seen[-1]
+
+    around(patch, conformal, "_columns", columns)
+    around(patch, conformal, "_threshold", threshold)
+
+
+def statistics_take_the_true_number(patch: Patch) -> None:
+    patch.setattr(statistics, "_size", lambda x, plan, ledger: len(x))
+    patch.setattr(statistics, "_sigma", lambda plan, sigma, n: plan.noise_multiplier)
+
+
+# 56: systems without POSIX calls
+
+
+def positioned_writes_are_taken_for_granted(patch: Patch) -> None:
+    patch.setattr(windows, "again", lambda module: module)
+
+
+def folders_are_synced_everywhere(patch: Patch) -> None:
+    def sync(path):
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.close(file)
+
+    patch.setattr(folder, "_sync", sync)
+
+
+def locks_let_everybody_in(patch: Patch) -> None:
+    patch.setattr(windows.FakeMsvcrt, "locking", lambda self, fd, mode, count: None)
+
+
+# 44: iterates on disk beside the key of their noise
+
+
+def iterates_are_written_at_once(patch: Patch) -> None:
+    def append(original, self, values):
+        kept = original(self, values)
+        self.flush()
+        return kept
+
+    around(patch, IterateWriter, "append", append)
+
+
+def a_failed_run_writes_what_it_holds(patch: Patch) -> None:
+    around(patch, IterateWriter, "close", lambda original, self, *, drop=False: original(self))

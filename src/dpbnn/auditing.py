@@ -51,15 +51,16 @@ def replay(
 
     A method is replayed as `fit` runs it. Record `neighbour` is zeroed out for it by
     `on_bad_rows="zero"`: it is not there in the second run, so that a method in which examples
-    reach into each other's contributions is found out as well.
+    reach into each other's contributions is found out as well. Under an add/remove plan the record
+    comes last in the first run, and the second has one row less.
 
     Args:
         method_or_function: a method's settings, such as `dpbnn.SGD()` or one's own `Method`; or a
             function that takes a dataset, releases through gates and returns whatever it makes
             public. Either is run three times with `trace`, twice without.
         data: a dataset; for a method (inputs, targets), or the points of a mixture.
-        neighbour: the index of the record to zero out; or the neighbouring dataset, which may
-            differ by a whole record where the relation is replace-one. A function must tell the
+        neighbour: the index of the record to zero out or remove; or the neighbouring dataset, which
+            may differ by a whole record where the relation is replace-one. A function must tell the
             gate which records a batch holds to have one zeroed out (`gate(c, records=batch)`).
         model: the network of a method.
         likelihood: of a method; see `fit`.
@@ -100,7 +101,10 @@ def replay(
         return _public(posterior)
 
     if isinstance(neighbour, int) and not isinstance(neighbour, bool):
-        neighbour = _without(data, neighbour, likelihood)
+        if chosen.relation.public_size:
+            neighbour = _without(data, neighbour, likelihood)
+        else:
+            data, neighbour = _removed(data, neighbour)
     return audit.replay(trained, data, neighbour, seed=seed, trace=trace)
 
 
@@ -116,8 +120,7 @@ def _count(data: Any) -> int:
 def _without(data: Any, record: int, likelihood: str | Likelihood) -> Any:
     """Return the data with a record that `fit` takes for a bad one, or else the record."""
     parts = _parts(data)
-    if not 0 <= record < len(parts[0]):
-        raise ValueError(f"neighbour={record}: the data has records 0 to {len(parts[0]) - 1}")
+    _check_record(parts, record)
     real = [index for index, part in enumerate(parts) if part.is_floating_point()]
     if not real and not isinstance(likelihood, str | Categorical):
         return record
@@ -125,6 +128,20 @@ def _without(data: Any, record: int, likelihood: str | Likelihood) -> Any:
     parts[index] = parts[index].clone()
     parts[index][record] = math.nan if real else -1
     return tuple(parts) if len(parts) > 1 else parts[0]
+
+
+def _removed(data: Any, record: int) -> tuple[Any, Any]:
+    """Return the data with a record moved to its end, and without it."""
+    parts = _parts(data)
+    _check_record(parts, record)
+    moved = [torch.cat([p[:record], p[record + 1 :], p[record : record + 1]]) for p in parts]
+    whole, rest = tuple(moved), tuple(part[:-1] for part in moved)
+    return (whole, rest) if len(parts) > 1 else (whole[0], rest[0])
+
+
+def _check_record(parts: list[torch.Tensor], record: int) -> None:
+    if not 0 <= record < len(parts[0]):
+        raise ValueError(f"neighbour={record}: the data has records 0 to {len(parts[0]) - 1}")
 
 
 def _public(posterior: Posterior) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dpbnn.computed import digest
 from dpbnn.privacy.keys import ratchet
-from dpbnn.privacy.locks import lock, sync_folder
+from dpbnn.privacy.locks import lock, sync_folder, unlock
 
 __all__ = ["Checkpoint", "Keys", "RunFolder", "folder_lock"]
 
@@ -130,7 +130,9 @@ class RunFolder:
         try:
             with safe_open(self.state_file, "pt") as file:
                 meta = file.metadata()
-            tensors = load_file(self.state_file, device=str(device))
+            # Copies: Windows replaces no file that is mapped, and this one will be replaced.
+            mapped = load_file(self.state_file, device=str(device))
+            tensors = {name: value.clone() for name, value in mapped.items()}
             return Checkpoint(tensors=tensors, **{**meta, "step": int(meta["step"])})
         except (SafetensorError, KeyError, TypeError, ValueError):
             raise ValueError(
@@ -194,7 +196,10 @@ def folder_lock(path: Path) -> Iterator[None]:
                 f"{path}: another process is at work in this folder; wait for it, or give another "
                 f"folder"
             )
-        yield
+        try:
+            yield
+        finally:
+            unlock(fd)
     finally:
         os.close(fd)
 

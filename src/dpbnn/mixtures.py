@@ -118,13 +118,16 @@ def synthetic_mixture(
     return torch.from_numpy(points), torch.from_numpy(labels), torch.from_numpy(means)
 
 
-def checked_points(data: Any, mixture: GaussianMixture, on_bad_rows: str) -> tuple[Tensor, Tensor]:
+def checked_points(
+    data: Any, mixture: GaussianMixture, on_bad_rows: str, n: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the points and targets of zero, or raise before anything is spent.
 
     Args:
         data: points [n, D], alone or as (points, anything); targets are not used.
         mixture: the model.
         on_bad_rows: as in `fit`; "zero" leaves out what looks at values.
+        n: public number of records, where the true one is not public.
     """
     given = data[0] if isinstance(data, tuple | list) else data
     with unquoted("the points are no numbers", "give a tensor or an array", ValueError):
@@ -134,21 +137,21 @@ def checked_points(data: Any, mixture: GaussianMixture, on_bad_rows: str) -> tup
             f"the points have shape {tuple(points.shape)} and the mixture dimensions="
             f"{mixture.dimensions}; give points of shape (n, {mixture.dimensions})"
         )
-    n = len(points)
-    if n < max(_LEAST, mixture.components):
+    size = len(points) if n is None else n
+    if size < max(_LEAST, mixture.components):
         raise ValueError(
-            f"{n} records and {mixture.components} components: a mixture needs at least {_LEAST} "
-            f"records and one per component; collect more, or use fewer components"
+            f"{size} records and {mixture.components} components: a mixture needs at least "
+            f"{_LEAST} records and one per component; collect more, or use fewer components"
         )
     points = points.to(torch.float64)
-    if on_bad_rows != "zero":
+    if on_bad_rows != "zero" and n is None:
         constant = (points == points[0]).all(0).nonzero()[:, 0].tolist()
         if constant:
             raise ValueError(
                 f"columns {constant[:5]} of the points are constant; leave them out, and set "
                 f"dimensions={mixture.dimensions - len(constant)}"
             )
-    return points, points.new_zeros(n)
+    return points, points.new_zeros(len(points))
 
 
 def _log_weights(weights: Sequence[float] | None, components: int) -> Tensor:

@@ -49,7 +49,7 @@ def checked_rows(
     data: Any,
     network: nn.Module,
     likelihood: Likelihood,
-    n: int,
+    n: int | None,
     device: torch.device,
     on_bad_rows: str,
 ) -> Rows:
@@ -64,7 +64,7 @@ def checked_rows(
         data: (inputs, targets).
         network: on its device.
         likelihood: of the targets.
-        n: number of records of the plan.
+        n: number of records of the plan; None where that is not the data's, under add/remove.
         device: where the rows go.
         on_bad_rows: "error", whose messages count bad rows and quote nothing of them; "show",
             whose messages name the rows; or "zero", under which nothing is raised for what a row
@@ -84,7 +84,7 @@ def checked_rows(
         wrong = ~((y >= 0) & (y < classes))
         if y.is_floating_point():
             wrong = wrong | (y != y.round())
-        bad = bad | wrong.reshape(n, -1).any(1)
+        bad = bad | (wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong)
         y = torch.where(wrong, torch.zeros_like(y), y).long()
         if wrong.any():
             expected = (
@@ -95,9 +95,10 @@ def checked_rows(
             y = y.to(outputs.dtype)
         bad = bad | _not_finite(y)
         width = outputs.shape[-1] // _COLUMNS.get(type(likelihood), 1)
-        if type(likelihood) in _COLUMNS and y[0].numel() != width:
+        columns = y.shape[1:].numel()
+        if type(likelihood) in _COLUMNS and columns != width:
             raise ValueError(
-                f"the targets have {y[0].numel()} columns and the network predicts {width}; change "
+                f"the targets have {columns} columns and the network predicts {width}; change "
                 f"its last layer"
             )
     bad = bad.to(x.device)
@@ -111,12 +112,12 @@ def checked_rows(
         return Rows(x.to(device), y.to(device))
     x, y = _filled(x, bad, 0), _filled(y, bad, stand_in)
     if not _usual(network, likelihood):
-        failing, _ = _failing(network, likelihood, x, y, device, n)
+        failing, _ = _failing(network, likelihood, x, y, device, len(x))
         x, y, bad = _filled(x, failing, 0), _filled(y, failing, stand_in), bad | failing
     return Rows(x.to(device), y.to(device), ~bad.to(device))
 
 
-def _tensors(data: Any, n: int, on_bad_rows: str) -> tuple[Tensor, Tensor]:
+def _tensors(data: Any, n: int | None, on_bad_rows: str) -> tuple[Tensor, Tensor]:
     if not isinstance(data, tuple | list) or len(data) != 2:
         raise ValueError(
             f"data: is {type(data).__name__}; give a pair (inputs, targets) of tensors or arrays"
@@ -133,7 +134,9 @@ def _tensors(data: Any, n: int, on_bad_rows: str) -> tuple[Tensor, Tensor]:
             tensor = torch.as_tensor(values).detach()
         parts.append(tensor.reshape(1) if tensor.dim() == 0 else tensor)
     x, y = parts
-    if len(x) != n or len(y) != n:
+    if n is None and len(x) != len(y):
+        raise ValueError("data: the inputs and targets are not equally many; give one target each")
+    if n is not None and (len(x) != n or len(y) != n):
         raise ValueError(
             f"the plan is for n={n} records and the data has {len(x)} inputs and {len(y)} targets; "
             f"plan with n={len(x)}"

@@ -124,7 +124,7 @@ class Workspace:
         """Write model, schema and manifest; the manifest names the ledger, not the model."""
         estimator.set_params(ledger=None)
         estimator.save(self.folder / MODEL)
-        (self.folder / SCHEMA).write_text(schema.to_toml())
+        (self.folder / SCHEMA).write_text(schema.to_toml(), encoding="utf-8")
         manifest = {
             "format": FORMAT,
             "version": VERSION,
@@ -141,7 +141,7 @@ class Workspace:
                 "python": platform.python_version(),
             },
             "hashes": {
-                str(path.relative_to(self.folder)): file_hash(path)
+                path.relative_to(self.folder).as_posix(): file_hash(path)
                 for path in sorted(self.folder.rglob("*"))
                 if path.is_file()
             },

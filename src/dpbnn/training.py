@@ -90,7 +90,8 @@ def fit(
     Args:
         model: a network (copied, left as it was), or a function that makes one, run under `seed`.
         data: (inputs, targets), tensors or arrays with one row per record; inputs alone, or
-            (inputs, None), for a `GaussianMixture`.
+            (inputs, None), for a `GaussianMixture`. They have plan.n rows; under add/remove any
+            number of them, also none.
         likelihood: "categorical", "gaussian", "heteroscedastic", or a likelihood object.
         prior: of the weights; standard normal by default.
         method: settings of a method, such as SGD, SGLD, SGHMC, BBP, VI, MCDropout or SEP.
@@ -139,10 +140,13 @@ def fit(
         if learned and not method.own_noise:
             network, likely = _learned_noise(network), likelihoods.HeteroscedasticGaussian()
         if isinstance(network, GaussianMixture):
-            data, likely = checked_points(data, network, on_bad_rows), likelihoods.Mixture()
+            hidden = None if plan.relation.public_size else plan.n
+            data = checked_points(data, network, on_bad_rows, hidden)
+            likely = likelihoods.Mixture()
         network = method.prepared(network)
         place = next(network.parameters()).device
-        rows = checked_rows(data, network, likely, plan.n, place, on_bad_rows)
+        size = plan.n if plan.relation.public_size else None
+        rows = checked_rows(data, network, likely, size, place, on_bad_rows)
         run = _Run(
             method, settled, clip, likely, prior, network, rows,
             ledger=ledger, out=None if out is None else Path(out), resume=resume,
@@ -405,7 +409,10 @@ class _Run:
         """Run the remaining steps; an interrupt leaves a checkpoint that can be gone on with."""
         plan = self.plan
         batches = plan.sampler.batches(
-            plan.steps - self.step, start=self.step, key=self.keys.sampling
+            plan.steps - self.step,
+            start=self.step,
+            key=self.keys.sampling,
+            records=len(self.x),
         )
         with _bar(plan, self.step, progress) as advance, _deferred_interrupt() as interrupted:
             for batch in batches:
@@ -435,18 +442,29 @@ class _Run:
             same = next((i for i, s in enumerate(ahead) if s != sigma), len(ahead))
             self.gate.reserve(same, sigma)
         records = batch.to(self.x.device)
-        with unquoted(*_FAILED, let=(UnsupportedModel,)):
-            contributions = self.process.contribute(self.x[records], self.y[records])
         kept = self.rows.kept
-        if kept is not None:
-            contributions = Kept(contributions, kept[records])
-        release = self.gate(contributions, noise_multiplier=sigma, records=batch)
+        with self._drawing():
+            with unquoted(*_FAILED, let=(UnsupportedModel,)):
+                contributions = self.process.contribute(self.x[records], self.y[records])
+            if kept is not None:
+                contributions = Kept(contributions, kept[records])
+            release = self.gate(contributions, noise_multiplier=sigma, records=batch)
         self.process.update(release)
         if isinstance(self.process, OpenProcess) and not self.plan.private:
             whole = records if kept is None else records[kept[records]]
             with unquoted(*_FAILED):
                 self.process.visit(self.x[whole], self.y[whole], whole.cpu())
         self.step += 1
+
+    def _drawing(self) -> contextlib.AbstractContextManager[None]:
+        """Under add/remove, let a step draw from a seed of its own.
+
+        How many masks are drawn depends on the size of the batch; what is drawn later, and the
+        state of the generators in a checkpoint, must not.
+        """
+        if self.plan.relation.public_size:
+            return contextlib.nullcontext()
+        return _random_state(int(torch.randint(2**62, ())))
 
     def posterior(self, tuning_runs: int | None) -> Posterior:
         """Return the posterior with its statement."""

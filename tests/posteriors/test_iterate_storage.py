@@ -186,11 +186,51 @@ def test_training_may_go_on_changing_the_weights(tmp_path):
     assert values(tmp_path / "file") == list(range(1, 51))
 
 
+@pytest.mark.parametrize("end", ["flush", "close"])
+def test_held_iterates_reach_the_file_at_the_end_alone(tmp_path, end):
+    """More of them than are queued, and than the file has room for."""
+    writer = IterateWriter(tmp_path / "file", LIKE, 4, hold=True, queued=2)
+    before = (tmp_path / "file").read_bytes()
+    assert writer.held_bytes == 0
+    for i in range(1, 8):
+        writer.append(iterate(i))
+        assert writer.held_bytes >= 4 * i * sum(value.numel() for value in LIKE.values())
+    time.sleep(0.05)
+    assert (tmp_path / "file").read_bytes() == before
+    getattr(writer, end)()
+    assert writer.held_bytes == 0
+    assert values(tmp_path / "file") == [4, 5, 6, 7]
+    if end == "flush":
+        writer.append(iterate(8))
+        assert values(tmp_path / "file") == [4, 5, 6, 7]
+        writer.close()
+        assert values(tmp_path / "file") == [5, 6, 7, 8]
+
+
+def test_held_iterates_can_be_dropped(tmp_path):
+    writer = IterateWriter(tmp_path / "file", LIKE, 4, hold=True)
+    writer.append(iterate(1))
+    writer.flush()
+    writer.append(iterate(2))
+    writer.close(drop=True)
+    assert values(tmp_path / "file") == [1]
+
+    def train():
+        with IterateWriter(tmp_path / "file", LIKE, 4, hold=True, start=1) as writer:
+            writer.append(iterate(2))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert values(tmp_path / "file") == [1]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_iterates_come_from_a_gpu(tmp_path, dtype):
+@pytest.mark.parametrize("hold", [False, True])
+def test_iterates_come_from_a_gpu(tmp_path, dtype, hold):
     weights = {name: value.cuda() for name, value in iterate(0).items()}
-    with IterateWriter(tmp_path / "file", weights, 100, dtype=dtype) as writer:
+    with IterateWriter(tmp_path / "file", weights, 100, dtype=dtype, hold=hold) as writer:
         for _ in range(100):
             for value in weights.values():
                 value += 1

@@ -45,7 +45,7 @@ def suspicious(draw, steps):
 class Uneven(Poisson):
     """Draws some records more often than others."""
 
-    def _draw(self, step, generator):
+    def _draw(self, step, generator, records):
         rates = self.rate * np.linspace(0.8, 1.2, self.n)
         return np.flatnonzero(generator.random(self.n) < rates)
 
@@ -53,7 +53,7 @@ class Uneven(Poisson):
 class Doubled(Poisson):
     """Draws neighbouring records together."""
 
-    def _draw(self, step, generator):
+    def _draw(self, step, generator, records):
         half = np.flatnonzero(generator.random(self.n // 2) < self.rate)
         return np.concatenate([2 * half, 2 * half + 1])
 

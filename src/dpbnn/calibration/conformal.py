@@ -143,7 +143,8 @@ def conformalize(
     max_j eta_j > m, which has probability at most beta, the chosen j has F_j >= k =
     ceil((n + 1)(1 - alpha)), so that t_j is at least the k-th smallest score, which a new score
     exceeds with probability at most 1 - k/(n + 1) <= alpha; an infinite threshold covers anyway.
-    The coverage is over records, not for every class or every input.
+    The coverage is over records, not for every class or every input. Under add/remove n is the
+    plan's, and the theorem needs a plan whose n is not below the true number of records.
 
     **Guarantee.** A record adds one column of a public matrix to one noised sum, or nothing; the
     gate's clip is the largest norm of a column, so zero-out moves the sum by at most the clip. The
@@ -157,6 +158,7 @@ def conformalize(
         alpha: share of misses.
         beta: probability that the noise spoils the threshold, at least 1e-3.
         plan: instead of epsilon, a plan of one step with sampling="full-batch", or an open plan.
+            Under add/remove it is needed, and its n stands for the number of records.
         ledger: where the release is recorded, best that of the training; in memory by default.
         samples: number of posterior draws in a prediction.
         seed: of the draws.
@@ -170,8 +172,7 @@ def conformalize(
     if not 1e-3 <= beta < 1:
         raise ValueError(f"beta={beta}: must lie between 0.001 and 1; try 0.01")
     records = Records.of(data, on_bad_rows)
-    n = len(records.x)
-    budget = Budget.of(posterior.privacy, n, epsilon, delta, plan, ledger, 1)
+    budget = Budget.of(posterior.privacy, records.count, epsilon, delta, plan, ledger, 1)
     if budget.plan.steps != 1:
         raise ValueError(f"plan: has {budget.plan.steps} steps; the counts need one")
     predictive, records = records.predicted(lambda x: posterior.predict(x, samples, seed=seed))
@@ -180,7 +181,7 @@ def conformalize(
     clip = prefix.sensitivity(_CELLS) * _ROUNDING
     gate = budget.gate(clip, "conformal calibration", noise)
     counts = _cumulative(release(gate, _columns(scores, grid)))
-    threshold = _threshold(counts - _raised(budget.plan, beta), grid, n, alpha)
+    threshold = _threshold(counts - _raised(budget.plan, beta), grid, budget.plan.n, alpha)
     return ConformalPosterior(
         posterior, threshold, task, alpha, beta, budget.statement(gate), samples, seed
     )

@@ -25,7 +25,7 @@ _ROWS = 1 << 21  # numbers of a block of contributions
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """A settled calibration: full-batch releases of all n records, and where they are recorded."""
+    """A settled calibration: full-batch releases of all records, and where they are recorded."""
 
     plan: Plan
     ledger: Ledger
@@ -36,7 +36,7 @@ class Budget:
     def of(
         cls,
         before: PrivacyStatement | Mapping[str, Any] | None,
-        n: int,
+        records: int,
         epsilon: float | None,
         delta: float | None,
         given: Plan | None,
@@ -47,7 +47,8 @@ class Budget:
 
         Args:
             before: the statement of the training, or its `to_dict()`.
-            n: number of calibration records.
+            records: how many calibration records there are. Under add/remove that is not public:
+                the plan says n.
             epsilon: the budget, where there is no plan.
             delta: by default the ledger's, or that of the training.
             given: the plan, where there is no epsilon.
@@ -62,6 +63,15 @@ class Budget:
                 f"relation: the posterior has {relation} and the ledger {ledger.relation}; pass "
                 f"the ledger of the training"
             )
+        hidden = not (given or ledger).relation.public_size
+        if hidden and given is None:
+            raise ValueError(
+                f"plan: missing; under add/remove the number of records is not public; state an "
+                f"expected one, plan=dpbnn.plan(n=..., sampling='full-batch', steps={steps}, "
+                f"relation='add/remove', ...)"
+            )
+        if not (records or hidden):
+            raise ValueError("the calibration data has no records; give at least one")
         if (epsilon is None) == (given is None):
             raise ValueError("epsilon and plan: give one of them, such as epsilon=0.1")
         if delta is None:
@@ -71,9 +81,10 @@ class Budget:
             if delta is None:
                 raise ValueError("delta: missing; give a small probability, such as delta=1e-5")
             given = plan(
-                epsilon=epsilon, delta=delta, n=n, steps=steps, sampling="full-batch",
+                epsilon=epsilon, delta=delta, n=records, steps=steps, sampling="full-batch",
                 relation=ledger.relation,
             )  # fmt: skip
+        n = given.n if hidden else records
         if given.sampling != "full-batch" or given.n != n or len(given.noise_multipliers) != 1:
             raise ValueError(
                 f"plan: is for {given.sampling} sampling of n={given.n}; calibration needs "
@@ -155,8 +166,8 @@ class RowBlocks(ChunkedContributions):
         self._size = max(1, _ROWS // max(width, work))
 
     def chunks(self) -> Iterator[Contributions]:
-        """Yield the contributions of every block."""
-        for first in range(0, self.batch_size, self._size):
+        """Yield the contributions of every block, an empty one where there are no records."""
+        for first in range(0, max(1, self.batch_size), self._size):
             yield DenseContributions(self.rows(first, min(first + self._size, self.batch_size)))
 
 
@@ -168,19 +179,21 @@ def release(gate: Gate, contributions: RowBlocks) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """Inputs and targets of calibration records, at least one.
+    """Inputs and targets of calibration records; where there are none, a row that is not kept.
 
     Attributes:
         x: inputs; zeros in rows that are not kept.
         y: targets, as they were given.
         kept: false for rows that contribute nothing, under on_bad_rows="zero".
         on_bad_rows: as in `dpbnn.fit`.
+        count: how many records there are; not public under add/remove.
     """
 
     x: Tensor
     y: Tensor
     kept: Tensor
     on_bad_rows: str
+    count: int
 
     @classmethod
     def of(cls, data: Any, on_bad_rows: str) -> Records:
@@ -189,12 +202,16 @@ class Records:
         zero = on_bad_rows == "zero"
         with unquoted("the calibration data are no numbers", "give tensors or arrays", ValueError):
             x, y = (torch.as_tensor(as_numbers(part) if zero else part) for part in data)
-        if not len(x) or len(x) != len(y):
+        if len(x) != len(y):
             raise ValueError(
-                f"the calibration data has {len(x)} inputs and {len(y)} targets; give one target "
-                f"for every input, and at least one"
+                "the calibration data has more or fewer targets than inputs; give one target for "
+                "every input"
             )
-        records = cls(x, y, torch.ones(len(x), dtype=torch.bool), on_bad_rows)
+        count = len(x)
+        if not count:
+            x, y = x.new_zeros(1, *x.shape[1:]), y.new_zeros(1, *y.shape[1:])
+        kept = torch.full((len(x),), bool(count))
+        records = cls(x, y, kept, on_bad_rows, count)
         bad = ~x.reshape(len(x), -1).isfinite().all(1)
         return records._without(bad, "inputs must be finite, no NaN or infinity")
 

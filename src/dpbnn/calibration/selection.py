@@ -77,6 +77,7 @@ def select(
         ledger: that of all the trainings.
         score: "log_prob", or "accuracy" for classes.
         plan: instead of epsilon, a plan of one step with sampling="full-batch", or an open plan.
+            Under add/remove it is needed, and its n stands for the number of records.
         samples: number of posterior draws in a prediction.
         seed: of the draws.
         noise: the source of noise; a new one from operating-system entropy by default.
@@ -89,10 +90,9 @@ def select(
     if score not in ("log_prob", "accuracy"):
         raise ValueError(f"score={score!r}: must be 'log_prob' or 'accuracy'")
     records = Records.of(data, on_bad_rows)
-    n = len(records.x)
     _check_ledger(named, ledger)
     first = next(iter(named.values()))
-    budget = Budget.of(_privacy(first), n, epsilon, delta, plan, ledger, 1)
+    budget = Budget.of(_privacy(first), records.count, epsilon, delta, plan, ledger, 1)
     if budget.plan.steps != 1:
         raise ValueError(f"plan: has {budget.plan.steps} steps; a selection needs one")
     found = [_scores(c, records, score, samples, seed) for c in named.values()]
@@ -103,7 +103,8 @@ def select(
         scores = torch.minimum(torch.maximum(scores, middle - 0.5), middle + 0.5)
     centred = (scores - scores.mean(1, keepdim=True)).where(kept[:, None], 0.0)
     gate = budget.gate(math.sqrt(len(named)) / 2 * (1 + 1e-3), "private selection", noise)
-    sums = release(gate, RowBlocks(n, len(named), lambda i, j: centred[i:j]))
+    sums = release(gate, RowBlocks(len(centred), len(named), lambda i, j: centred[i:j]))
+    n = budget.plan.n
     means = dict(zip(named, (sums / n).tolist(), strict=True))
     chosen = max(means, key=means.__getitem__)
     open_gate = not budget.plan.private

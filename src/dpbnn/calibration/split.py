@@ -13,8 +13,9 @@ def calibration_split(n: int, fraction: float = 0.2, seed: int = 0) -> tuple[Ten
     """Return the positions of training and calibration records, each in order.
 
     **Guarantee.** The split is a function of (n, fraction, seed) alone, all of them public, so that
-    neighbours under zero-out and replace-one have the same split. Under add/remove the records
-    after the one removed move up, and may change sides: use zero-out.
+    neighbours under zero-out and replace-one have the same split. Under add/remove n is not public,
+    and the records after the one removed move up and may change sides: split by a property of the
+    record itself then, such as a hash of its identifier.
 
     Each record is on one side only, yet epsilons are still added up in one ledger: its statement is
     about all releases and all records, which is on the safe side.

@@ -97,6 +97,7 @@ def recalibrate(
         delta: its delta; by default the ledger's, or the posterior's.
         plan: instead of epsilon, a plan with sampling="full-batch" (as many releases as it has
             steps), or an open plan.
+            Under add/remove it is needed, and its n stands for the number of records.
         ledger: where the releases are recorded, best that of the training; in memory by default.
         samples: number of posterior draws in a prediction.
         seed: of the draws.
@@ -105,8 +106,7 @@ def recalibrate(
             them too; "zero" lets them contribute nothing.
     """
     records = Records.of(data, on_bad_rows)
-    n = len(records.x)
-    budget = Budget.of(posterior.privacy, n, epsilon, delta, plan, ledger, STEPS)
+    budget = Budget.of(posterior.privacy, records.count, epsilon, delta, plan, ledger, STEPS)
     predictive, records = records.predicted(lambda x: posterior.predict(x, samples, seed=seed))
     task, derivative, work = _derivative(predictive, *records.targets(predictive))
     gate = budget.gate(CLIP, "recalibration", noise)
@@ -114,7 +114,7 @@ def recalibrate(
     for _ in range(budget.plan.steps):
         middle = (low + high) / 2
         rows = functools.partial(derivative, temperature=math.exp(middle))
-        slope = release(gate, RowBlocks(n, 1, rows, work))
+        slope = release(gate, RowBlocks(len(records.x), 1, rows, work))
         low, high = (low, middle) if slope.item() > 0 else (middle, high)
     return RecalibratedPosterior(posterior, math.exp((low + high) / 2), budget.statement(gate))
 

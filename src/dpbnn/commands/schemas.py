@@ -109,7 +109,7 @@ def draft_command(table: Path, target: str, out: Path | None, **options: Any) ->
     if out is None:
         click.echo(text, nl=False)
     else:
-        out.write_text(text)
+        out.write_text(text, encoding="utf-8")
         click.echo(f"Wrote {out}; fill in every TODO from public knowledge, not from the data.")
 
 

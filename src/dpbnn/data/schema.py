@@ -254,6 +254,7 @@ class Schema:
             mapped = np.lib.format.open_memmap(part, mode="w+", dtype=np.float32, shape=shape)
             self._fill(table, mapped, y, on_bad_rows)
             mapped.flush()
+            del mapped  # Windows moves no file that is mapped
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)

@@ -40,7 +40,7 @@ class Histograms:
         edges: [columns, cells + 1], public; the outer cells take in everything beyond them.
         counts: [columns, cells], with N(0, noise_std^2) in every one.
         noise_std: standard deviation of the noise in a count.
-        n: number of records, public.
+        n: number of records, public; under add/remove that of the plan.
         event: what was charged, for `dpbnn.plan(beside=[...])`.
     """
 
@@ -140,14 +140,15 @@ def private_counts(
         x: numbers [records, columns]; a memory-mapped array is read in chunks.
         grid: rising public edges, one list for all columns or [columns, edges]; by default
             `signed_log_grid()`.
-        plan: of one full-batch release, such as the first of `share(...)`.
+        plan: of one full-batch release, such as the first of `share(...)`; needed under add/remove,
+            where it says n.
         noise_multiplier: sigma, where there is no plan.
         ledger: where the release is recorded; one in memory by default.
         noise: the source of noise; a new one from operating-system entropy by default.
         label: what the release is for, in the ledger and the statement.
     """
     x = _matrix(x)
-    n, columns = x.shape
+    n, columns = _size(x, plan, ledger), x.shape[1]
     edges = _edges(grid, columns)
     sigma = _sigma(plan, noise_multiplier, n)
     if plan is not None and ledger is None:
@@ -158,7 +159,7 @@ def private_counts(
             f"plan the ledger's"
         )
     gate = Gate(math.sqrt(columns), sigma, FullBatch(n), ledger, noise=noise, label=label)
-    release = gate(_Cells(x, edges), records=torch.arange(n))["counts"]
+    release = gate(_Cells(x, edges), records=torch.arange(len(x)))["counts"]
     return Histograms(
         edges=edges,
         counts=release.reshape(columns, -1).numpy(),
@@ -202,7 +203,7 @@ def private_bounds(
     """
     _check_rule(tail, beta)
     x = _matrix(x)
-    n, columns = x.shape
+    n, columns = _size(x, arguments.get("plan"), arguments.get("ledger")), x.shape[1]
     grid = signed_log_grid() if range is None else _even(range, cells, columns)
     sigma = _sigma(arguments.get("plan"), arguments.get("noise_multiplier"), n)
     margins = _margins(np.shape(grid)[-1] - 1, beta, sigma * math.sqrt(columns))
@@ -297,7 +298,7 @@ class _Cells:
 
     def chunks(self) -> Iterator[_Cells]:
         """Yield the counts of a few thousand records at a time."""
-        for first in range(0, self.batch_size, _ROWS):
+        for first in range(0, max(1, self.batch_size), _ROWS):
             yield _Cells(self._x[first : first + _ROWS], self._edges)
 
     def _values(self) -> Tensor:
@@ -310,11 +311,27 @@ def _matrix(x: Any) -> Any:
     with unquoted("x: cannot be read as an array", "give numbers [records, columns]", ValueError):
         x = x if isinstance(x, np.ndarray) else np.asarray(x)
         x = as_numbers(x) if x.dtype.kind == "O" else x
-    if x.ndim != 2 or x.dtype.kind not in "biuf" or not x.shape[0] or not x.shape[1]:
+    if x.ndim != 2 or x.dtype.kind not in "biuf" or not x.shape[1]:
         raise ValueError(
-            f"x: has shape {x.shape} and type {x.dtype}; give numbers [records, columns]"
+            f"x: has a shape of {x.ndim} axes and type {x.dtype}; give numbers [records, columns]"
         )
     return x
+
+
+def _size(x: Any, plan: Plan | None, ledger: Ledger | None) -> int:
+    """Return the public number of records: that of x, or under add/remove the plan's."""
+    book = plan or ledger
+    if book is not None and not book.relation.public_size:
+        if plan is None:
+            raise ValueError(
+                "plan: missing; under add/remove the number of records is not public; state an "
+                "expected one, plan=dpbnn.plan(n=..., sampling='full-batch', steps=1, "
+                "relation='add/remove', ...)"
+            )
+        return plan.n
+    if not len(x):
+        raise ValueError(f"x: has shape {x.shape}; give at least one record")
+    return len(x)
 
 
 def _edges(grid: Any, columns: int) -> np.ndarray:

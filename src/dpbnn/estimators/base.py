@@ -298,6 +298,13 @@ class PrivateBayes(BaseEstimator):
         check_count(0, tuning_runs=self.tuning_runs)
         training.check_kinds(prior=self.prior, device=self.device)
         self._widths()
+        book = None if self.epsilon is None else self._given_ledger()
+        if book is not None and not book.relation.public_size:
+            raise ValueError(
+                f"ledger: its relation is {book.relation}, under which the number of rows is not "
+                f"public, and an estimator takes n from it; give a ledger of relation 'zero-out', "
+                f"or use dpbnn.fit with plan=dpbnn.plan(n=..., relation='add/remove', ...)"
+            )
 
     def _widths(self) -> tuple[int, ...]:
         try:

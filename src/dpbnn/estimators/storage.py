@@ -105,7 +105,7 @@ def packed(posterior: Posterior) -> dict[str, bytes]:
 
 def unpacked(files: dict[str, bytes]) -> Posterior:
     """Return the posterior of `packed`; its files go when it goes."""
-    folder = tempfile.TemporaryDirectory(prefix="dpbnn-")
+    folder = tempfile.TemporaryDirectory(prefix="dpbnn-", ignore_cleanup_errors=True)
     for name, content in files.items():
         (Path(folder.name) / name).write_bytes(content)
     posterior = training.load(folder.name)

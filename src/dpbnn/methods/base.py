@@ -78,7 +78,7 @@ class Process(ABC):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are held back from the disk until the next checkpoint."""
+        """Memory of what waits for the next `state`, which writes it to disk."""
         return 0
 
     def contribute(self, x: Any, y: Tensor) -> Contributions:

@@ -156,8 +156,8 @@ class StatisticContributions(ChunkedContributions):
         self.chunk = chunk or max(1, _CHUNK // numbers)
 
     def chunks(self) -> Iterator[Contributions]:
-        """Yield dense contributions of as many points as fit."""
-        for x in self.x.split(self.chunk) if self.batch_size else ():
+        """Yield dense contributions of as many points as fit; of none, in the same types."""
+        for x in self.x.split(self.chunk):
             yield DenseContributions(self.statistics(x))
 
 

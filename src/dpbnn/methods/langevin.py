@@ -215,10 +215,22 @@ class LangevinProcess(Process):
         self._open_writer()
 
     def close(self) -> None:
-        """Finish writing; an error of a run that has failed already is not raised again."""
+        """Stop writing; an error of a run that has failed already is not raised again.
+
+        Iterates since the last `state` are forgotten: the key of their noise may be on disk.
+        """
         if self.writer is not None:
             with contextlib.suppress(OSError):
-                self.writer.close()
+                self.writer.close(drop=True)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the iterates since the last `state`.
+
+        The key of their noise is on disk until then. An iterate beside it could be stripped of
+        its noise, so iterates go to a run's folder with the checkpoint that replaces the key.
+        """
+        return 0 if self.writer is None else self.writer.held_bytes
 
     @abstractmethod
     def move(self, name: str, drift: Tensor, eta: float, injected: Tensor | None) -> None:
@@ -247,7 +259,9 @@ class LangevinProcess(Process):
         if self.writer is None:
             folder = self.settings.folder or self.problem.folder
             if folder is None:
-                self._temporary = tempfile.TemporaryDirectory(prefix="dpbnn-")
+                self._temporary = tempfile.TemporaryDirectory(
+                    prefix="dpbnn-", ignore_cleanup_errors=True
+                )
                 folder = self._temporary.name
             path, stored = Path(folder) / "iterates.safetensors", self._stored(self.steps)
             if self.steps and not stored:
@@ -259,6 +273,7 @@ class LangevinProcess(Process):
                 dtype=getattr(torch, self.settings.dtype),
                 keep="first",
                 start=stored,
+                hold=self.problem.folder is not None,
             )
         return self.writer
 

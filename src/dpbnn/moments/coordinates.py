@@ -169,9 +169,7 @@ class FactorContributions(ChunkedContributions):
         self.chunk = chunk or max(1, _CHUNK.get(self.device.type, 2**19) // numbers)
 
     def chunks(self) -> Iterator[Contributions]:
-        """Yield dense contributions of as many examples as fit."""
-        if not self.batch_size:
-            return
+        """Yield dense contributions of as many examples as fit; of none, in the same types."""
         for x, y in zip(self.x.split(self.chunk), self.y.split(self.chunk), strict=True):
             vectors = self.coordinates.vectors(self.model.factors(self.coordinates.cavity, x, y))
             for name, value in self.offset.items():

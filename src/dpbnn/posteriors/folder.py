@@ -29,6 +29,7 @@ __all__ = ["file_hash", "load", "put_in_place"]
 
 FORMAT, VERSION = "dpbnn-posterior", 1
 MANIFEST, MODEL = "manifest.json", "model.safetensors"
+_WINDOWS = os.name == "nt"
 
 
 def load(
@@ -224,7 +225,11 @@ def file_hash(path: Path) -> str:
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    """Write a file or the names in a folder to disk; Windows sees to the names itself."""
+    folder = path.is_dir()
+    if folder and _WINDOWS:
+        return
+    descriptor = os.open(path, os.O_RDONLY if folder else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:
@@ -262,4 +267,6 @@ def put_in_place(partial: Path, folder: Path) -> None:
         os.rename(partial, folder)
         shutil.rmtree(old)
     else:
+        if folder.exists():  # empty; Windows renames onto nothing
+            folder.rmdir()
         os.rename(partial, folder)

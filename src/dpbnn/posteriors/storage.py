@@ -25,6 +25,8 @@ _INDEX = "__index__"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 _FORMAT = {"format": "dpbnn-iterates", "version": "1"}
 _PAGE = 4096
+_LINKS = os.name != "nt"  # Windows lets nobody replace a file that is open under another name
+_BINARY = getattr(os, "O_BINARY", 0)
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,18 @@ class _Layout:
         )
 
 
+class _Staging:
+    """Room on the GPU for a copy of an iterate, and when it was last copied from there."""
+
+    def __init__(self, layout: _Layout, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self.copied: torch.cuda.Event | None = None
+        self.values = {
+            name: torch.empty(shape, dtype=layout.dtype, device=stream.device)
+            for name, shape in layout.shapes.items()
+        }
+
+
 class _Buffer:
     """One iterate on its way to disk, by way of a copy on the GPU where it comes from one.
 
@@ -74,17 +88,11 @@ class _Buffer:
     as writing past the page cache needs it.
     """
 
-    def __init__(self, layout: _Layout, stream: torch.cuda.Stream | None) -> None:
-        self.layout, self.stream = layout, stream
+    def __init__(self, layout: _Layout, staging: _Staging | None) -> None:
+        self.layout, self.staging = layout, staging
         self.bytes = {n: math.prod(s) * layout.dtype.itemsize for n, s in layout.shapes.items()}
         pages = sum(2 + size // _PAGE for size in self.bytes.values())
-        self.flat = torch.empty((pages + 1) * _PAGE, dtype=torch.uint8, pin_memory=bool(stream))
-        self.staged: dict[str, Tensor] = {}
-        if stream is not None:
-            self.staged = {
-                name: torch.empty(shape, dtype=layout.dtype, device=stream.device)
-                for name, shape in layout.shapes.items()
-            }
+        self.flat = torch.empty((pages + 1) * _PAGE, dtype=torch.uint8, pin_memory=bool(staging))
         self.parts: dict[str, Tensor] = {}
         self.copied: torch.cuda.Event | None = None
         self.slot = self.number = 0
@@ -97,14 +105,21 @@ class _Buffer:
             self.parts[name] = self.flat[first : first + size]
             begin += (2 + size // _PAGE) * _PAGE
         targets = {name: self._values(name) for name in self.parts}
-        for name, target in (self.staged or targets).items():
-            target.copy_(values[name].detach())
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-            with torch.cuda.stream(self.stream):
-                for name, target in targets.items():
-                    target.copy_(self.staged[name], non_blocking=True)
-                self.copied = self.stream.record_event()
+        staging = self.staging
+        if staging is None:
+            for name, target in targets.items():
+                target.copy_(values[name].detach())
+            return
+        current = torch.cuda.current_stream(staging.stream.device)
+        if staging.copied is not None:
+            current.wait_event(staging.copied)
+        for name, room in staging.values.items():
+            room.copy_(values[name].detach())
+        staging.stream.wait_stream(current)
+        with torch.cuda.stream(staging.stream):
+            for name, target in targets.items():
+                target.copy_(staging.values[name], non_blocking=True)
+            self.copied = staging.copied = staging.stream.record_event()
 
     def offset(self, name: str) -> int:
         """Where in the file the values of a parameter go."""
@@ -125,7 +140,7 @@ class _File:
         self.cached = cached
         self.direct: int | None = None
         with contextlib.suppress(OSError, AttributeError):
-            self.direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
+            self.direct = os.open(path, os.O_WRONLY | _BINARY | os.O_DIRECT)
 
     def write(self, data: memoryview, offset: int) -> None:
         first = -offset % _PAGE
@@ -147,7 +162,7 @@ class _File:
         return True
 
     def read(self, size: int, offset: int) -> bytes:
-        return os.pread(self.cached, size, offset)
+        return _pread(self.cached, size, offset)
 
     def sync(self) -> None:
         os.fsync(self.cached)
@@ -178,6 +193,7 @@ class IterateWriter:
             in the file are dropped.
         queued: iterates in memory at most.
         threads: how many iterates are written at a time.
+        hold: keep what is appended in memory, as much as it takes, until `flush` or `close`.
     """
 
     def __init__(
@@ -193,6 +209,7 @@ class IterateWriter:
         start: int = 0,
         queued: int = 4,
         threads: int = 2,
+        hold: bool = False,
     ) -> None:
         if capacity < 1 or thinning < 1 or burn_in < 0 or start < 0 or min(queued, threads) < 1:
             raise ValueError(
@@ -220,8 +237,13 @@ class IterateWriter:
         self._full: list[queue.Queue[_Buffer | None]] = [queue.Queue() for _ in range(threads)]
         device = next((t.device for t in like.values() if t.is_cuda), None)
         stream = None if device is None else torch.cuda.Stream(device)
+        self._staging: _Staging | None = None
         for _ in range(queued):
-            self._free.put(_Buffer(self._layout, stream))
+            if stream is not None:
+                self._staging = _Staging(self._layout, stream)
+            self._free.put(_Buffer(self._layout, self._staging))
+        self._hold = hold
+        self._held: list[_Buffer] = []
         self._closed = False
         self._threads = [
             threading.Thread(target=self._run, args=(full,), name="iterate-writer", daemon=True)
@@ -250,24 +272,42 @@ class IterateWriter:
                 f"in {wrong[:4]}."
             )
         self.seen += 1
-        buffer = self._free.get()
+        if self._hold and self._free.empty():
+            buffer = _Buffer(self._layout, self._staging)
+        else:
+            buffer = self._free.get()
         buffer.fill(values, self._kept % self._layout.capacity, self.seen)
         self._kept += 1
-        self._full[buffer.slot % len(self._full)].put(buffer)
+        self._held.append(buffer)
+        if not self._hold:
+            self._pass_on()
         return True
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the iterates that wait for `flush` or `close`."""
+        return sum(buffer.flat.nbytes for buffer in self._held)
 
     def flush(self) -> None:
         """Wait until everything appended is on disk."""
+        self._pass_on()
         for full in self._full:
             full.join()
         self._raise()
         self._file.sync()
 
-    def close(self) -> None:
-        """Finish writing and close the file; raise an error of the thread not yet raised."""
+    def close(self, *, drop: bool = False) -> None:
+        """Finish writing and close the file; raise an error of the thread not yet raised.
+
+        Args:
+            drop: forget what is held instead of writing it.
+        """
         if self._closed:
             return
         self._closed = True
+        if drop:
+            self._held.clear()
+        self._pass_on()
         for full, thread in zip(self._full, self._threads, strict=True):
             full.put(None)
             thread.join()
@@ -284,10 +324,16 @@ class IterateWriter:
         trace: TracebackType | None,
     ) -> None:
         try:
-            self.close()
+            self.close(drop=error is not None)
         except OSError:
             if error is None:
                 raise
+
+    def _pass_on(self) -> None:
+        """Hand what is held to the threads."""
+        for buffer in self._held:
+            self._full[buffer.slot % len(self._full)].put(buffer)
+        self._held.clear()
 
     def _run(self, full: queue.Queue[_Buffer | None]) -> None:
         while (buffer := full.get()) is not None:
@@ -382,20 +428,21 @@ class IterateStore:
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the iterates to another file, without room for more."""
         if self._slots == list(range(self.capacity)):
-            try:
-                os.link(self.path, path)
-            except OSError:
-                shutil.copyfile(self.path, path)
-            return
+            if _LINKS:
+                with contextlib.suppress(OSError):
+                    return os.link(self.path, path)
+            shutil.copyfile(self.path, path)
+            return None
         like = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
         with IterateWriter(path, like, len(self), dtype=self.dtype) as writer:
             for position in range(len(self)):
                 writer.append({name: t[0] for name, t in self.read([position]).items()})
+        return None
 
 
 def _create(path: Path, layout: _Layout) -> int:
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        file = os.open(path, os.O_RDWR | _BINARY | os.O_CREAT | os.O_EXCL, 0o644)
     except FileExistsError:
         raise FileExistsError(
             errno.EEXIST,
@@ -403,7 +450,7 @@ def _create(path: Path, layout: _Layout) -> int:
             str(path),
         ) from None
     try:
-        _reserve(file, layout.size)
+        _reserve(file, path, layout.size)
         _pwrite(file, memoryview(layout.header), 0)
     except OSError as error:
         os.close(file)
@@ -418,12 +465,11 @@ def _create(path: Path, layout: _Layout) -> int:
     return file
 
 
-def _reserve(file: int, size: int) -> None:
+def _reserve(file: int, path: Path, size: int) -> None:
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, size)
         return
-    stats = os.fstatvfs(file)
-    if stats.f_bavail * stats.f_frsize < size:
+    if shutil.disk_usage(path.parent).free < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.ftruncate(file, size)
 
@@ -432,8 +478,8 @@ def _reopen(path: Path, layout: _Layout) -> int:
     if path.stat().st_nlink > 1:  # a saved posterior shares the file: leave it its own
         shutil.copyfile(path, path.with_name(path.name + ".new"))
         os.replace(path.with_name(path.name + ".new"), path)
-    file = os.open(path, os.O_RDWR)
-    if os.pread(file, len(layout.header), 0) != layout.header:
+    file = os.open(path, os.O_RDWR | _BINARY)
+    if _pread(file, len(layout.header), 0) != layout.header:
         os.close(file)
         raise ValueError(
             f"{path} was written with other parameters, capacity or dtype; resume with the "
@@ -442,7 +488,26 @@ def _reopen(path: Path, layout: _Layout) -> int:
     return file
 
 
-def _pwrite(file: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(file, data, offset)
-        data, offset = data[written:], offset + written
+if hasattr(os, "pwrite"):
+
+    def _pwrite(file: int, data: memoryview, offset: int) -> None:
+        while data:
+            written = os.pwrite(file, data, offset)
+            data, offset = data[written:], offset + written
+
+    def _pread(file: int, size: int, offset: int) -> bytes:
+        return os.pread(file, size, offset)
+
+else:
+    _POSITION = threading.Lock()  # threads share the position of a file
+
+    def _pwrite(file: int, data: memoryview, offset: int) -> None:
+        with _POSITION:
+            os.lseek(file, offset, os.SEEK_SET)
+            while data:
+                data = data[os.write(file, data) :]
+
+    def _pread(file: int, size: int, offset: int) -> bytes:
+        with _POSITION:
+            os.lseek(file, offset, os.SEEK_SET)
+            return os.read(file, size)

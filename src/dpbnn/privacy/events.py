@@ -27,7 +27,8 @@ class Event:
             "full-batch" (the last also stands for "unknown": nothing is amplified).
         noise_multiplier: sigma = noise std / clip; 0 means no noise and is not private.
         count: number of releases.
-        n: number of records, public; needed for every sampling but "full-batch".
+        n: number of records, public; under add/remove the expected one, chosen without looking at
+            the data. Needed for every sampling but "full-batch".
         batch_size: expected batch size, likewise.
         start: for "partition", the position in the sequence of batches of the first release.
         order: for "partition", a name of the order that the records were in. Batches are fixed by

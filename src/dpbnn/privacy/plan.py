@@ -81,7 +81,7 @@ class Plan(_Budget):
 
     @property
     def n(self) -> int:
-        """Number of records, public."""
+        """Number of records, public; under add/remove the expected one."""
         return self.sampler.n
 
     @property
@@ -284,7 +284,8 @@ def plan(
         epsilon: the budget; computed if missing.
         delta: the delta of the guarantee, well below 1/n.
         noise_multiplier: sigma = noise std / clip, one or one per step; solved for if missing.
-        n: number of records, public.
+        n: number of records, public. Under add/remove an expected number, chosen without looking
+            at the data, which may then have any number of records.
         batch_size: expected batch size; all n for sampling="full-batch".
         epochs: length in passes over the data; solved for if missing.
         steps: length in releases, instead of epochs.

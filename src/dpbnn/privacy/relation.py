@@ -16,7 +16,8 @@ class Relation(enum.StrEnum):
 
     Attributes:
         ZERO_OUT: the same n records, one of them contributing nothing. n is public.
-        ADD_REMOVE: one record more or less. Numerically the same accounting as zero-out.
+        ADD_REMOVE: one record more or less. Numerically the same accounting as zero-out. n is an
+            expected number, chosen without looking at the data; the true one is not public.
         REPLACE_ONE: the same n records, one of them exchanged for another. n is public.
     """
 
@@ -28,6 +29,11 @@ class Relation(enum.StrEnum):
     def shift(self) -> float:
         """Distance between neighbouring sums in units of the clip."""
         return 2.0 if self is Relation.REPLACE_ONE else 1.0
+
+    @property
+    def public_size(self) -> bool:
+        """Whether the number of records is public, and n is that number."""
+        return self is not Relation.ADD_REMOVE
 
     @property
     def description(self) -> str:

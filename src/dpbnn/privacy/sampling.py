@@ -34,7 +34,7 @@ class Sampler(ABC):
     """Draws index batches and knows the privacy event of what it draws.
 
     Attributes:
-        n: number of records, public.
+        n: number of records, public; under add/remove the expected one.
         batch_size: expected batch size, public; what sums are divided by, never the realised size.
     """
 
@@ -84,12 +84,17 @@ class Sampler(ABC):
         )
 
     def batches(
-        self, steps: int, *, start: int = 0, key: bytes | None = None
+        self,
+        steps: int,
+        *,
+        start: int = 0,
+        key: bytes | None = None,
+        records: int | None = None,
     ) -> Iterator[torch.Tensor]:
         """Yield batches `start` to `start + steps - 1` as tensors of record indices.
 
-        Batch t is a function of (key, t) alone, and the key moves on with every batch. So an
-        interrupted run goes on with the batches it would have had, and its key says nothing of
+        Batch t is a function of (key, t, records) alone, and the key moves on with every batch. So
+        an interrupted run goes on with the batches it would have had, and its key says nothing of
         those before.
 
         Args:
@@ -97,6 +102,8 @@ class Sampler(ABC):
             start: index of the first batch.
             key: secret of 16 to 64 bytes, that of batch `start`: `ratchet(key, start)` where `key`
                 is that of batch 0; drawn from operating-system entropy by default.
+            records: how many records the data has, n by default. Under add/remove that number is
+                not public, so it may be any, and shows in nothing but the batches.
         """
         import numpy as np
         import torch
@@ -105,23 +112,33 @@ class Sampler(ABC):
             key = FROZEN_KEY.get() or secrets.token_bytes(32)
         elif not 16 <= len(key) <= 64:
             raise ValueError(f"key: has {len(key)} bytes, must have 16 to 64")
+        if records is None:
+            records = self.n
+        elif records != self.n and not isinstance(self, Poisson | FullBatch):
+            raise ValueError(
+                f"records: {self.name} sampling takes exactly n={self.n}; use 'poisson' or "
+                f"'full-batch' where the number of records is not public"
+            )
         for step in range(start, start + steps):
             seed = hashlib.blake2b(
                 step.to_bytes(8, "big"), key=key, digest_size=32, person=b"dpbnn-sampling"
             ).digest()
             key = ratchet(key)
             generator = np.random.Generator(np.random.PCG64DXSM(int.from_bytes(seed, "big")))
-            yield torch.from_numpy(self._draw(step, generator))
+            yield torch.from_numpy(self._draw(step, generator, records))
 
     @abstractmethod
-    def _draw(self, step: int, generator: np.random.Generator) -> np.ndarray: ...
+    def _draw(self, step: int, generator: np.random.Generator, records: int) -> np.ndarray: ...
 
 
 class Poisson(Sampler):
     """Every record joins every batch independently with probability q = batch_size / n.
 
-    **Guarantee.** Batches are exactly Poisson: their size is Binomial(n, q) and, given the size,
-    all subsets are equally likely. A batch can be empty; it is a batch all the same.
+    The gaps between the records of a batch are independent and geometric with success q.
+
+    **Guarantee.** Batches are exactly Poisson: of m records (n but under add/remove) their size is
+    Binomial(m, q) and, given the size, all subsets are equally likely. Whether a record joins
+    depends on its position and not on m. A batch can be empty; it is a batch all the same.
     """
 
     name = "poisson"
@@ -130,9 +147,18 @@ class Poisson(Sampler):
         """Return None: the size is random."""
         return None
 
-    def _draw(self, step: int, generator: np.random.Generator) -> np.ndarray:
-        size = generator.binomial(self.n, self.rate)
-        return generator.choice(self.n, size=size, replace=False, shuffle=False)
+    def _draw(self, step: int, generator: np.random.Generator, records: int) -> np.ndarray:
+        import numpy as np
+
+        expected = records * self.rate
+        block = 16 + int(expected + 4 * math.sqrt(expected))
+        drawn, last = [], -1
+        while last < records:
+            gaps = np.minimum(generator.geometric(self.rate, block), records + 1)
+            drawn.append(last + np.cumsum(gaps))
+            last = int(drawn[-1][-1])
+        batch = np.concatenate(drawn)
+        return batch[: np.searchsorted(batch, records)]
 
 
 class FixedSize(Sampler):
@@ -140,7 +166,7 @@ class FixedSize(Sampler):
 
     name = "fixed-size"
 
-    def _draw(self, step: int, generator: np.random.Generator) -> np.ndarray:
+    def _draw(self, step: int, generator: np.random.Generator, records: int) -> np.ndarray:
         return generator.choice(self.n, size=int(self.batch_size), replace=False, shuffle=False)
 
 
@@ -171,7 +197,7 @@ class Partition(Sampler):
         first = (step % self.batches_per_pass) * int(self.batch_size)
         return min(int(self.batch_size), self.n - first)
 
-    def _draw(self, step: int, generator: np.random.Generator) -> np.ndarray:
+    def _draw(self, step: int, generator: np.random.Generator, records: int) -> np.ndarray:
         import numpy as np
 
         first = (step % self.batches_per_pass) * int(self.batch_size)
@@ -179,7 +205,7 @@ class Partition(Sampler):
 
 
 class FullBatch(Sampler):
-    """Every batch is all n records."""
+    """Every batch is all records: n, but under add/remove."""
 
     name = "full-batch"
 
@@ -193,10 +219,10 @@ class FullBatch(Sampler):
                 f"leave batch_size out"
             )
 
-    def _draw(self, step: int, generator: np.random.Generator) -> np.ndarray:
+    def _draw(self, step: int, generator: np.random.Generator, records: int) -> np.ndarray:
         import numpy as np
 
-        return np.arange(self.n)
+        return np.arange(records)
 
 
 _SAMPLERS: dict[str, type[Sampler]] = {

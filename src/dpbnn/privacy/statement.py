@@ -18,10 +18,12 @@ __all__ = ["PrivacyStatement"]
 
 SCHEMA = 1
 
-_PUBLIC = (
-    "the number of records n",
-    "the settings of the run (model, method, bounds, clip, noise, number of steps)",
+_SIZE = "the number of records n"
+_EXPECTED_SIZE = (
+    "the expected number of records n, chosen without looking at the data (the true number of "
+    "records is not public)"
 )
+_SETTINGS = "the settings of the run (model, method, bounds, clip, noise, number of steps)"
 _COVERS = (
     "every released sum, and all that is computed from them without the data: the posterior, its "
     "samples, its predictions on other data",
@@ -132,7 +134,7 @@ class PrivacyStatement:
             accountant=chosen.name,
             accountant_version=chosen.version,
             mechanisms=_mechanisms(events, names, clips, books),
-            public=(*_PUBLIC, *public),
+            public=(_SIZE if relation.public_size else _EXPECTED_SIZE, _SETTINGS, *public),
             covers=(*_COVERS, *covers),
             randomness=randomness,
             tuning_runs=tuning_runs,
