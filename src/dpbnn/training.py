@@ -27,6 +27,7 @@ from dpbnn import likelihoods, posteriors
 from dpbnn.contributions.kept import Kept
 from dpbnn.likelihoods import Likelihood
 from dpbnn.methods.base import Method, OpenProcess, Problem, Process
+from dpbnn.methods.watch import Watch
 from dpbnn.mixtures import GaussianMixture, checked_points
 from dpbnn.networks import LearnedNoise
 from dpbnn.posteriors import Posterior
@@ -123,10 +124,12 @@ def fit(
         if isinstance(network, GaussianMixture):
             data, likely = checked_points(data, network, on_bad_rows), likelihoods.Mixture()
         network = method.prepared(network)
+        watch = Watch(network, likely)
         place = next(network.parameters()).device
         rows = checked_rows(data, network, likely, plan.n, place, on_bad_rows)
+        watch.check()
         run = _Run(
-            method, settled, clip, likely, prior, network, rows,
+            method, settled, clip, watch, prior, network, rows,
             ledger=ledger, out=None if out is None else Path(out), resume=resume,
             microbatch_size=microbatch_size, debug_seed=debug_seed,
             every=checkpoint_every or max(1, settled.steps // 20), accountants=accountants,
@@ -209,7 +212,7 @@ class _Run:
     method: Method
     plan: Plan
     clip: float
-    likelihood: Likelihood
+    watch: Watch
     prior: Prior
     network: nn.Module
     rows: Rows
@@ -231,7 +234,7 @@ class _Run:
             self.name = f"{method.name}, run {secrets.token_hex(4)}"
         problem = Problem(
             self.network,
-            self.likelihood,
+            self.watch.likelihood,
             self.prior,
             plan.n,
             plan.batch_size,
@@ -239,6 +242,7 @@ class _Run:
             plan.private,
             self.microbatch_size,
             self.out,
+            self.watch.network,
         )
         self.process: Process = method.start(problem)
         self.network.train()
@@ -326,6 +330,7 @@ class _Run:
     def train(self, progress: bool) -> None:
         """Run the remaining steps; an interrupt leaves a checkpoint that can be gone on with."""
         plan = self.plan
+        self.watch.begin(self.process)
         batches = plan.sampler.batches(
             plan.steps - self.step, start=self.step, key=self.keys["sampling"]
         )
@@ -353,7 +358,9 @@ class _Run:
         if kept is not None:
             contributions = Kept(contributions, kept[records])
         release = self.gate(contributions, noise_multiplier=sigma, records=batch)
+        self.watch.contributed()
         self.process.update(release)
+        self.watch.updated()
         if isinstance(self.process, OpenProcess) and not self.plan.private:
             whole = records if kept is None else records[kept[records]]
             self.process.visit(self.x[whole], self.y[whole], whole.cpu())
@@ -364,7 +371,10 @@ class _Run:
         statement = self.gate.statement(delta=self.plan.delta, tuning_runs=tuning_runs)
         for observer in self.accountants:
             observer.dp = statement
-        return self.process.posterior(privacy=statement, prior=self.prior, settings=self.settings)
+        posterior = self.process.posterior(
+            privacy=statement, prior=self.prior, settings=self.settings
+        )
+        return self.watch.checked(posterior)
 
     @functools.cached_property
     def fingerprint(self) -> str:

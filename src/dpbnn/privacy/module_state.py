@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Change", "Found", "ModuleState", "described", "differing"]
+__all__ = ["Change", "Found", "ModuleState", "change", "described", "differing"]
 
 _PLAIN = (
     types.NoneType, numbers.Number, str, bytes, enum.Enum, PurePath, slice, range, torch.dtype,
@@ -37,6 +37,7 @@ _FIELDS: dict[Any, tuple[str, ...]] = {
     property: ("fget", "fset", "fdel"),
     functools.partial: ("func", "args", "keywords"),
 }
+_DIGESTED = 4  # parts of a tensor's token: its class, type, shape and digest
 _SMALL = 2**16  # bytes of an array that is compared in every step
 _RELEASED = "released"  # instead of the digest of a tensor whose values releases decide
 
@@ -55,6 +56,11 @@ class Found(NamedTuple):
     owner: str
     kind: str
     identity: int = 0
+
+    @property
+    def digest(self) -> bool:
+        """Whether the place holds the numbers of a tensor or an array."""
+        return len(self.token) == _DIGESTED
 
 
 class Change(NamedTuple):
@@ -117,12 +123,15 @@ class ModuleState:
 
     Args:
         **roots: the objects, by the name that they have in `differences`.
+
+    Attributes:
+        before: the description of the state; see `described`.
     """
 
     def __init__(self, **roots: Any) -> None:
         self._roots = roots
         self._walk = _Walk(roots, _digest)
-        self._before = self._walk.found
+        self.before = self._walk.found
         self._released: dict[int, tuple[Tensor, tuple[int, int]]] = {}
         self._identities, self._versions = self._walk.identities(), self._walk.versions()
 
@@ -146,7 +155,7 @@ class ModuleState:
             return _digest(tensor)
 
         now = _Walk(self._roots, digest)
-        before = dict(self._before)
+        before = dict(self.before)
         for path, tensor in walk.places.items():
             if id(tensor) in self._released:
                 token = (*before[path].token[:-1], _RELEASED)
@@ -157,7 +166,12 @@ class ModuleState:
         if not paths:
             self._walk = now
             self._identities, self._versions = now.identities(), now.versions()
-        return [_change(path, {**now.found, **self._before}) for path in paths]
+        return [change(path, {**now.found, **self.before}) for path in paths]
+
+    def paths(self, tensors: Iterable[Tensor]) -> set[str]:
+        """Return where some tensors are."""
+        wanted = {id(tensor) for tensor in tensors}
+        return {path for path, tensor in self._walk.places.items() if id(tensor) in wanted}
 
     def released(self, tensors: Iterable[Tensor]) -> None:
         """Take over the present values of tensors that a release has moved."""
@@ -166,7 +180,8 @@ class ModuleState:
         self._versions = [self._released.get(id(t), (t, version))[1] for t, version in pairs]
 
 
-def _change(path: str, found: Mapping[str, Found]) -> Change:
+def change(path: str, found: Mapping[str, Found]) -> Change:
+    """Return the place of a path in words."""
     _, owner, kind, _ = found[path]
     root, _, inner = owner.partition(".")
     words = owner
