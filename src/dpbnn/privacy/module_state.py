@@ -22,7 +22,7 @@ from torch import Tensor, nn
 __all__ = ["Change", "Found", "ModuleState", "change", "described", "differing"]
 
 _PLAIN = (
-    types.NoneType, numbers.Number, str, bytes, enum.Enum, PurePath, slice, range, torch.dtype,
+    types.NoneType, numbers.Number, str, bytes, bytearray, enum.Enum, PurePath, slice, range, torch.dtype,
     torch.device, torch.layout, torch.memory_format, types.EllipsisType,
 )  # fmt: skip
 _LIBRARIES = {"torch", "dpbnn", "numpy", *sys.stdlib_module_names}
@@ -224,7 +224,7 @@ class _Walk:
         """Return the identities of everything held, and checksums of small arrays."""
         dicts = [*map(vars, self._objects), *self._dicts]
         held = gc.get_referents(*dicts, *self._hooks, *self._others)
-        sums = [zlib.crc32(a.tobytes()) for a in self._arrays if a.nbytes <= _SMALL]
+        sums = [zlib.crc32(a.tobytes()) for a in self._arrays if getattr(a, "nbytes", 0) <= _SMALL]
         return [*map(id, held), *map(id, itertools.chain.from_iterable(dicts)), *sums]
 
     def versions(self) -> list[tuple[int, int]]:
@@ -239,9 +239,10 @@ class _Walk:
             parts = [(f".{name}", "attribute", part) for name, part in vars(value).items()]
         elif isinstance(value, _PLAIN):
             token += (repr(value),)
-        elif hasattr(value, "tobytes") and hasattr(value, "dtype"):
+        elif hasattr(value, "tobytes"):
             self._arrays.append(value)
-            token += (str(value.dtype), value.shape, _hash(value.tobytes()))
+            form = getattr(value, "dtype", None) or getattr(value, "typecode", None)
+            token += (str(form), getattr(value, "shape", None), _hash(value.tobytes()))
         elif id(value) in self._paths and not isinstance(value, tuple | frozenset):
             token = ("the same as", self._paths[id(value)])
         else:
@@ -251,6 +252,8 @@ class _Walk:
                 self._watch(value)
             if isinstance(value, types.FunctionType):
                 token += (value.__qualname__, value.__code__)
+            elif parts is None:
+                token += _shown(value)
         identity = id(value) if parts is None else 0
         self.found[path] = Found(token, owner, kind, identity)
         if isinstance(value, nn.Module):
@@ -340,6 +343,12 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
     names = [n for own in slots for n in ([own] if isinstance(own, str) else own)]
     held = {name: getattr(value, name) for name in names if hasattr(value, name)}
     return [(f".{name}", part) for name, part in (held | getattr(value, "__dict__", {})).items()]
+
+
+def _shown(value: Any) -> tuple[str, ...]:
+    """Return what an object that is not looked into shows of itself, unless that is an address."""
+    text = repr(value)
+    return () if " at 0x" in text else (text,)
 
 
 def _name(kind: type) -> str:
