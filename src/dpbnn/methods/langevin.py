@@ -270,7 +270,11 @@ class LangevinProcess(Process):
         return chains * self.kept + (max(0, (position - first) // thin + 1) if position else 0)
 
     def restart(self) -> None:
-        """Begin the next chain: at fresh initial weights where the layers can draw them."""
+        """Begin the next chain: at fresh initial weights where the layers can draw them.
+
+        Frozen parameters and buffers stay as they are.
+        """
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(self.first[name])
@@ -278,6 +282,8 @@ class LangevinProcess(Process):
                 own = [p.requires_grad for p in module.parameters(recurse=False)]
                 if hasattr(module, "reset_parameters") and own and all(own):
                     module.reset_parameters()
+            for buffer, value in buffers:
+                buffer.copy_(value)
 
     def posterior(self, **record: Any) -> Posterior:
         """Return the stored iterates."""

@@ -22,14 +22,17 @@ from torch import Tensor, nn
 __all__ = ["Change", "Found", "ModuleState", "change", "described", "differing"]
 
 _PLAIN = (
-    types.NoneType, numbers.Number, str, bytes, bytearray, enum.Enum, PurePath, slice, range, torch.dtype,
-    torch.device, torch.layout, torch.memory_format, types.EllipsisType,
+    types.NoneType, types.EllipsisType, numbers.Number, str, bytes, bytearray, slice, range,
+    enum.Enum, PurePath, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 _LIBRARIES = {"torch", "dpbnn", "numpy", *sys.stdlib_module_names}
 _LOOKED_INTO = {"torch", "dpbnn", "collections", "types", "functools"}
 """Libraries whose instances can hold what a user's code gives them."""
 _REGISTERED = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
-_PYTHONS_OWN = {"__dict__", "__weakref__", "__annotations__", "__abstractmethods__", "_abc_impl"}
+_PYTHONS_OWN = {
+    "__dict__", "__weakref__", "__annotations__", "__abstractmethods__", "_abc_impl",
+    "__slotnames__",
+}  # fmt: skip
 _ENTRIES = (list, tuple, set, frozenset, collections.deque)
 _FIELDS: dict[Any, tuple[str, ...]] = {
     types.MethodType: ("__self__", "__func__"),
@@ -215,7 +218,7 @@ class _Walk:
         self._hooks: list[collections.OrderedDict[Any, Any]] = []
         self._others: list[Any] = []
         self._arrays: list[Any] = []
-        self._paths: dict[int, str] = {}
+        self._paths: dict[int, tuple[str, Any]] = {}  # with the object, which so stays alive
         self._waiting = [(name, name, "attribute", value) for name, value in roots.items()][::-1]
         while self._waiting:
             self._visit(*self._waiting.pop())
@@ -244,9 +247,9 @@ class _Walk:
             form = getattr(value, "dtype", None) or getattr(value, "typecode", None)
             token += (str(form), getattr(value, "shape", None), _hash(value.tobytes()))
         elif id(value) in self._paths and not isinstance(value, tuple | frozenset):
-            token = ("the same as", self._paths[id(value)])
+            token = ("the same as", self._paths[id(value)][0])
         else:
-            self._paths[id(value)] = path
+            self._paths[id(value)] = (path, value)
             parts = _parts(value)
             if parts is not None:
                 self._watch(value)
@@ -331,17 +334,18 @@ def _held(value: Any) -> list[tuple[str, Any]] | None:
             held.append((f"[{key!r}]" if plain else f".values()[{index}]", part))
     elif isinstance(value, _ENTRIES):
         held = [(f"[{index}]", part) for index, part in enumerate(value)]
-    elif _library(type(value)) and type(value).__module__.partition(".")[0] not in _LOOKED_INTO:
+    elif not _looked_into(type(value)) or not (hasattr(value, "__dict__") or _slots(value)):
         return None
-    attributes = _attributes(value)
-    empty = not hasattr(value, "__dict__") and not isinstance(value, (dict, *_ENTRIES))
-    return None if empty and not attributes else held + attributes
+    return held + _attributes(value)
+
+
+def _slots(value: Any) -> list[str]:
+    given = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    return [name for own in given for name in ([own] if isinstance(own, str) else own)]
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
-    slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
-    names = [n for own in slots for n in ([own] if isinstance(own, str) else own)]
-    held = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    held = {name: getattr(value, name) for name in _slots(value) if hasattr(value, name)}
     return [(f".{name}", part) for name, part in (held | getattr(value, "__dict__", {})).items()]
 
 
@@ -357,6 +361,10 @@ def _name(kind: type) -> str:
 
 def _library(value: Any) -> bool:
     return (getattr(value, "__module__", None) or "").partition(".")[0] in _LIBRARIES
+
+
+def _looked_into(kind: type) -> bool:
+    return not _library(kind) or kind.__module__.partition(".")[0] in _LOOKED_INTO
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:
