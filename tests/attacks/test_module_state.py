@@ -643,6 +643,14 @@ def test_item_53_moment_methods_refuse_frozen_weights(name):
         fitted(model, numbers(), likelihood, method, plan)
 
 
+def test_item_53_a_frozen_mixture_is_refused():
+    points, _, _ = dpbnn.mixtures.synthetic_mixture(N, 2, FEATURES)
+    for method in (dpbnn.EM(), dpbnn.SEP()):
+        model = dpbnn.GaussianMixture(2, FEATURES).requires_grad_(False)
+        with pytest.raises(UnsupportedModel, match="'offsets' is frozen"):
+            fitted(model, points, method=method)
+
+
 def test_item_53_a_frozen_gaussian_weight_stays_as_it_is():
     for method in (dpbnn.BBP(), dpbnn.BBP.paper(), dpbnn.VI()):
         model = dpbnn.to_gaussian(dpbnn.mlp(FEATURES, (5,), CLASSES))
