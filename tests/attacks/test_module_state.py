@@ -54,7 +54,7 @@ class Helper:
     shared: ClassVar[list[torch.Tensor]] = []
 
     def __init__(self):
-        self.inner = {"cache": []}
+        self.inner, self.level = {"cache": []}, float("0.5")
 
 
 class Slotted:
@@ -116,6 +116,7 @@ KEEPS = {
     "attribute": (lambda m, x: setattr(m, "features", x), "'features'"),
     "new attribute": (lambda m, x: setattr(m, "new", x), "'new'"),
     "number": (lambda m, x: setattr(m, "features", float(x.max())), "'features'"),
+    "another number": (lambda m, x: setattr(m.helper, "level", float(x.max())), "helper.level"),
     "list": (lambda m, x: m.seen.append(x), "'seen"),
     "dict": (lambda m, x: m.table.update(last=x), "table"),
     "key": (lambda m, x: m.table.update({str(float(x.sum())): None}), "table"),
@@ -229,6 +230,16 @@ class Scaling(nn.Module):
 def test_item_34_a_layer_with_parameters_of_its_own_that_keeps_something_is_refused():
     with pytest.raises(UnsupportedModel, match=r"'0' \(Scaling\).*'features'"):
         fitted(nn.Sequential(Scaling(), nn.Linear(FEATURES, CLASSES)))
+
+
+@fails_on(34, broken.what_was_held_may_vanish)
+def test_item_34_a_number_that_gets_the_address_of_the_old_one_is_seen():
+    model = nn.Linear(2, 2)
+    model.level = float("0.5")
+    state = ModuleState(model=model)
+    for number in range(100):
+        model.level = float(f"{number}.25")
+        assert [change.attribute for change in state.differences()] == ["level"]
 
 
 class Remembering:

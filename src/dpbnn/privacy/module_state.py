@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import enum
 import functools
@@ -16,15 +17,17 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 __all__ = ["Change", "Found", "ModuleState", "change", "described", "differing"]
 
 _PLAIN = (
-    types.NoneType, types.EllipsisType, numbers.Number, str, bytes, bytearray, slice, range,
-    enum.Enum, PurePath, torch.dtype, torch.device, torch.layout, torch.memory_format,
+    types.NoneType, types.EllipsisType, numbers.Number, np.generic, str, bytes, bytearray, slice,
+    range, enum.Enum, PurePath, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
+_ARRAYS = (np.ndarray, memoryview, array.array)
 _LIBRARIES = {"torch", "dpbnn", "numpy", *sys.stdlib_module_names}
 _LOOKED_INTO = {"torch", "dpbnn", "collections", "types", "functools"}
 """Libraries whose instances can hold what a user's code gives them."""
@@ -136,7 +139,7 @@ class ModuleState:
         self._walk = _Walk(roots, _digest)
         self.before = self._walk.found
         self._released: dict[int, tuple[Tensor, tuple[int, int]]] = {}
-        self._identities, self._versions = self._walk.identities(), self._walk.versions()
+        self._note()
 
     def differences(self, thorough: bool = False) -> list[Change]:
         """Return what differs; of released tensors, those written to since they were released.
@@ -145,8 +148,8 @@ class ModuleState:
             thorough: compare the bits of all other tensors.
         """
         walk = self._walk
-        same = walk.identities() == self._identities and walk.versions() == self._versions
-        if same and not thorough:
+        same = [*map(id, walk.held())] == self._identities and walk.sums() == self._sums
+        if same and walk.versions() == self._versions and not thorough:
             return []
         known = dict(zip(map(id, walk.tensors), self._versions, strict=True))
 
@@ -168,8 +171,14 @@ class ModuleState:
         paths += [path for path, tensor in now.places.items() if id(tensor) in moved]
         if not paths:
             self._walk = now
-            self._identities, self._versions = now.identities(), now.versions()
+            self._note()
         return [change(path, {**now.found, **self.before}) for path in paths]
+
+    def _note(self) -> None:
+        walk = self._walk
+        self._held = walk.held()  # alive, so that no other object gets the identity of one
+        self._identities = [*map(id, self._held)]
+        self._sums, self._versions = walk.sums(), walk.versions()
 
     def paths(self, tensors: Iterable[Tensor]) -> set[str]:
         """Return where some tensors are."""
@@ -223,12 +232,15 @@ class _Walk:
         while self._waiting:
             self._visit(*self._waiting.pop())
 
-    def identities(self) -> list[int]:
-        """Return the identities of everything held, and checksums of small arrays."""
+    def held(self) -> list[Any]:
+        """Return everything that an object or a container holds, and its keys."""
         dicts = [*map(vars, self._objects), *self._dicts]
         held = gc.get_referents(*dicts, *self._hooks, *self._others)
-        sums = [zlib.crc32(a.tobytes()) for a in self._arrays if getattr(a, "nbytes", 0) <= _SMALL]
-        return [*map(id, held), *map(id, itertools.chain.from_iterable(dicts)), *sums]
+        return [*held, *itertools.chain.from_iterable(dicts)]
+
+    def sums(self) -> list[int]:
+        """Return checksums of small arrays."""
+        return [zlib.crc32(a.tobytes()) for a in self._arrays if getattr(a, "nbytes", 0) <= _SMALL]
 
     def versions(self) -> list[tuple[int, int]]:
         """Return how often every tensor was written to, and where it lies."""
@@ -242,7 +254,7 @@ class _Walk:
             parts = [(f".{name}", "attribute", part) for name, part in vars(value).items()]
         elif isinstance(value, _PLAIN):
             token += (repr(value),)
-        elif hasattr(value, "tobytes"):
+        elif isinstance(value, _ARRAYS):
             self._arrays.append(value)
             form = getattr(value, "dtype", None) or getattr(value, "typecode", None)
             token += (str(form), getattr(value, "shape", None), _hash(value.tobytes()))
