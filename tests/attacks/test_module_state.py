@@ -3,6 +3,7 @@
 import collections
 import copy
 import dataclasses
+import functools
 import pickle
 from typing import ClassVar
 
@@ -104,6 +105,11 @@ def keep_on_function(module, x):
     keep_on_function.last = x
 
 
+@functools.lru_cache
+def keep_in_cache(module, x):
+    return None
+
+
 def keep_by_hook(module, x):
     module.linear.register_forward_hook(lambda *args: x)
 
@@ -136,6 +142,7 @@ KEEPS = {
     "closure": (keep_in_closure(), "keep.seen"),
     "default": (keep_in_default, "keep.__defaults__"),
     "function": (keep_on_function, "keep.last"),
+    "cache": (keep_in_cache, "'keep'"),
     "hook": (keep_by_hook, "_forward_hooks"),
     "parametrization": (keep_in_parametrization, "'linear'"),
     "submodule": (lambda m, x: m.add_module(f"m{len(m._modules)}", nn.Identity()), "submodule 'm"),

@@ -267,6 +267,8 @@ class _Walk:
                 self._watch(value)
             if isinstance(value, types.FunctionType):
                 token += (value.__qualname__, value.__code__)
+            elif isinstance(value, functools._lru_cache_wrapper):
+                token += (value.cache_info().currsize,)
             elif parts is None:
                 token += _shown(value)
         identity = id(value) if parts is None else 0
