@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,24 +22,36 @@ import windows
 from torch import nn
 
 import dpbnn
-from dpbnn import checkpoint, messages, runs, training
+from dpbnn import checkpoint, messages, networks, rows, runs, training
 from dpbnn.calibration import release
 from dpbnn.contributions import Contributions, DenseContributions, network
 from dpbnn.contributions.attach import Attached
 from dpbnn.contributions.network import Microbatched, NetworkContributions
 from dpbnn.contributions.outer import Outer
 from dpbnn.contributions.probe import _Probe
-from dpbnn.contributions.tape import layouts
 from dpbnn.data import statistics
 from dpbnn.likelihoods import Categorical
-from dpbnn.methods.base import Descent
+from dpbnn.methods.base import Descent, DescentProcess, Problem
 from dpbnn.methods.em import StatisticContributions
+from dpbnn.methods.langevin import LangevinProcess
 from dpbnn.methods.sep import SEPProcess
 from dpbnn.methods.sgd import SGDProcess
+from dpbnn.methods.watch import Watch
 from dpbnn.posteriors import IterateWriter, folder
-from dpbnn.privacy import gate, ledger, ledger_file, noise, plan, sampling, statement
+from dpbnn.privacy import (
+    audit,
+    gate,
+    ledger,
+    ledger_file,
+    module_state,
+    noise,
+    plan,
+    sampling,
+    statement,
+)
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
+from dpbnn.privacy.module_state import ModuleState
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.relation import Relation
 from dpbnn.privacy.sampling import Poisson, Sampler
@@ -378,7 +391,7 @@ def nothing_is_refused(patch: Patch) -> None:
     patch.setattr(module, "refuse_coupling", lambda model: None)
     coupling_is_not_looked_for(patch)
     missing_gradients_are_accepted(patch)
-    changed_buffers_are_accepted(patch)
+    changed_state_is_accepted(patch)
 
 
 def the_likelihood_looks_at_the_batch(patch: Patch) -> None:
@@ -395,6 +408,9 @@ def missing_gradients_are_accepted(patch: Patch) -> None:
 
 
 def frozen_parameters_are_trained_beside_the_gate(patch: Patch) -> None:
+    changed_state_is_accepted(patch)
+    the_trained_network_becomes_the_posterior(patch)
+
     def contribute(original, self, x, y):
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
@@ -405,14 +421,8 @@ def frozen_parameters_are_trained_beside_the_gate(patch: Patch) -> None:
     around(patch, SGDProcess, "contribute", contribute)
 
 
-def changed_buffers_are_accepted(patch: Patch) -> None:
-    def find(self):
-        one, two = (
-            self.attached.discover(*self.rows(list(range(size))), self.draws[0]) for size in (3, 4)
-        )
-        return layouts(one, two, str)
-
-    patch.setattr(_Probe, "find_layouts", find)
+def changed_state_is_accepted(patch: Patch) -> None:
+    patch.setattr(ModuleState, "differences", lambda self, thorough=False: [])
 
 
 def running_means_see_the_data(patch: Patch) -> None:
@@ -965,3 +975,116 @@ def iterates_are_written_at_once(patch: Patch) -> None:
 
 def a_failed_run_writes_what_it_holds(patch: Patch) -> None:
     around(patch, IterateWriter, "close", lambda original, self, *, drop=False: original(self))
+
+
+# 33 and 34: state of modules
+
+
+def rows_are_checked_with_the_network_itself(patch: Patch) -> None:
+    patch.setattr(rows, "copy", SimpleNamespace(deepcopy=lambda value: value))
+
+
+def the_network_is_warmed_up_on_the_data(patch: Patch) -> None:
+    rows_are_checked_with_the_network_itself(patch)
+    patch.setattr(Watch, "check", lambda self: None)
+    posteriors_are_not_compared(patch)
+
+
+def the_trained_network_becomes_the_posterior(patch: Patch) -> None:
+    posteriors_are_not_compared(patch)
+    patch.setattr(Problem, "rebuilt", lambda self, released: self.model)
+
+
+def the_trained_likelihood_becomes_the_posteriors(patch: Patch) -> None:
+    attach = Problem.attach
+
+    def attached(self, likelihood=None, **options):
+        found = attach(self, likelihood, **options)
+        object.__setattr__(self, "likelihood", found.likelihood)
+        return found
+
+    patch.setattr(Problem, "attach", attached)
+    posteriors_are_not_compared(patch)
+
+
+def only_buffers_are_compared(patch: Patch) -> None:
+    def differences(original, self, thorough=False):
+        return [change for change in original(self, thorough) if change.kind == "buffer"]
+
+    around(patch, ModuleState, "differences", differences)
+
+
+def the_version_counters_are_trusted(patch: Patch) -> None:
+    around(
+        patch, ModuleState, "differences",
+        lambda original, self, thorough=False: original(self, False),
+    )  # fmt: skip
+
+
+def classes_are_not_looked_into(patch: Patch) -> None:
+    patch.setattr(module_state, "_library", lambda value: True)
+
+
+def what_was_held_may_vanish(patch: Patch) -> None:
+    """A number that is gone leaves its address to the next one; here all have the same."""
+
+    def address(value):
+        return 0 if isinstance(value, float) else id(value)
+
+    patch.setattr(module_state, "id", address, raising=False)
+
+
+def steps_are_not_watched(patch: Patch) -> None:
+    patch.setattr(Watch, "contributed", lambda self: None)
+    patch.setattr(Watch, "check", lambda self: None)
+
+
+def hooks_are_accepted(patch: Patch) -> None:
+    patch.setattr("dpbnn.methods.watch._refuse_hooks", lambda network: None)
+
+
+def posteriors_are_not_compared(patch: Patch) -> None:
+    patch.setattr(Watch, "checked", lambda self, posterior: posterior)
+
+
+def replay_compares_state_dicts(patch: Patch) -> None:
+    def tensors(result):
+        return audit.described(result=result.state_dict())
+
+    patch.setattr(audit, "_compare", lambda one, two: audit.differing(tensors(one), tensors(two)))
+
+
+def checkpoints_hold_buffers(patch: Patch) -> None:
+    def state(original, self):
+        return original(self) | {f"model.{n}": b.clone() for n, b in self.model.named_buffers()}
+
+    around(patch, DescentProcess, "state", state)
+
+
+# 53: frozen parameters
+
+
+def frozen_layers_become_gaussian(patch: Patch) -> None:
+    def gaussian(original, module, *args):
+        return original(module.requires_grad_(), *args)
+
+    original = networks._gaussian
+    patch.setattr(networks, "_gaussian", lambda *args: gaussian(original, *args))
+    the_trained_network_becomes_the_posterior(patch)
+
+
+def chains_begin_with_other_frozen_weights(patch: Patch) -> None:
+    def restart(original, self):
+        original(self)
+        for module in self.model.modules():
+            if isinstance(module, nn.Linear):
+                module.reset_parameters()
+
+    around(patch, LangevinProcess, "restart", restart)
+    changed_state_is_accepted(patch)
+    the_trained_network_becomes_the_posterior(patch)
+
+
+def frozen_weights_are_moved_by_moments(patch: Patch) -> None:
+    patch.setattr(Problem, "refuse_frozen", lambda self, method: None)
+    posteriors_are_not_compared(patch)

@@ -608,7 +608,7 @@ REFUSED = {
 @fails_on(15, broken.coupling_is_not_looked_for, name="centred")
 @fails_on(15, broken.coupling_is_not_looked_for, name="weighted")
 @fails_on(16, broken.missing_gradients_are_accepted, name="stray")
-@fails_on(17, broken.changed_buffers_are_accepted, name="counting")
+@fails_on(17, broken.changed_state_is_accepted, name="counting")
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_items_15_16_17_what_is_not_per_example_is_refused_before_anything_is_spent(name):
     make, likelihood, message = REFUSED[name]

@@ -44,7 +44,8 @@ def replay(
     still differs has seen the data by another way than the gate.
 
     **Guarantee.** Compared are the sums before the noise, release by release; the number, kind and
-    order of releases; what the function returns, bit by bit, or all of a method's posterior; and
+    order of releases; what the function returns, bit by bit and with everything that it holds
+    (attributes of modules, lists, closures, class attributes), or all of a method's posterior; and
     with `trace` the sequence of calls of Python functions outside installed packages (and inside
     dpbnn). No ledger is charged. The result holds raw distances: it is for the data holder, not for
     publication.

@@ -202,6 +202,8 @@ class GaussianConv2d(GaussianLayer):
 
 
 def _gaussian(module: nn.Module, rho: float, generator: torch.Generator | None) -> nn.Module:
+    if not all(parameter.requires_grad for parameter in module.parameters()):
+        return module
     if type(module) is nn.Linear:
         layer: GaussianLayer = GaussianLinear.__new__(GaussianLinear)
     elif type(module) is nn.Conv2d:
@@ -225,10 +227,10 @@ def to_gaussian(
     """Return a copy of the model whose Linear and Conv2d layers have Gaussian weights.
 
     The means start at the model's weights and every standard deviation at softplus(rho); other
-    modules are copied as they are.
+    modules, and layers with a frozen weight or bias, are copied as they are.
 
     Args:
-        model: any network; other parameters stay points.
+        model: any network; other parameters stay points, and frozen ones stay frozen.
         rho: initial rho.
         generator: draws the weights; None is torch's global generator.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -58,7 +59,8 @@ def checked_rows(
     A row is bad where it is not finite, where its label is none of the classes, and where the
     network or the likelihood raises on it, as an Embedding does on an index that it does not hold.
     The last is found out by one pass over the data, which networks of the usual layers alone do
-    not need.
+    not need. It is made by copies, so that nothing of the data stays in the network or the
+    likelihood.
 
     Args:
         data: (inputs, targets).
@@ -73,6 +75,7 @@ def checked_rows(
     """
     check_on_bad_rows(on_bad_rows)
     show = on_bad_rows == "show"
+    network, likelihood = copy.deepcopy((network, likelihood))
     x, y = _tensors(data, n, on_bad_rows)
     if x.is_floating_point():
         x = x.to(next(network.parameters()).dtype)
@@ -290,13 +293,14 @@ def _strict_embeddings(network: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quietly(network: nn.Module) -> Iterator[None]:
-    """Let a network be evaluated without a trace in its state or in the random numbers."""
-    modes = {module: module.training for module in network.modules()}
+    """Let a network be evaluated without a trace in the random numbers."""
+    held = [part for module in network.modules() for part in vars(module).values()]
+    states = {g: g.get_state() for g in held if isinstance(g, torch.Generator)}
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     network.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng(devices):
             yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
+        for generator, state in states.items():
+            generator.set_state(state)

@@ -28,6 +28,7 @@ from dpbnn.contributions.kept import Kept
 from dpbnn.likelihoods import Likelihood
 from dpbnn.messages import unquoted
 from dpbnn.methods.base import Method, OpenProcess, Problem, Process
+from dpbnn.methods.watch import Watch
 from dpbnn.mixtures import GaussianMixture, checked_points
 from dpbnn.networks import LearnedNoise
 from dpbnn.posteriors import Posterior
@@ -144,11 +145,13 @@ def fit(
             data = checked_points(data, network, on_bad_rows, hidden)
             likely = likelihoods.Mixture()
         network = method.prepared(network)
+        watch = Watch(network, likely)
         place = next(network.parameters()).device
         size = plan.n if plan.relation.public_size else None
         rows = checked_rows(data, network, likely, size, place, on_bad_rows)
+        watch.check()
         run = _Run(
-            method, settled, clip, likely, prior, network, rows,
+            method, settled, clip, watch, prior, network, rows,
             ledger=ledger, out=None if out is None else Path(out), resume=resume,
             microbatch_size=microbatch_size, debug_seed=debug_seed,
             every=checkpoint_every or max(1, settled.steps // 20), accountants=accountants,
@@ -232,7 +235,7 @@ class _Run:
     method: Method
     plan: Plan
     clip: float
-    likelihood: Likelihood
+    watch: Watch
     prior: Prior
     network: nn.Module
     rows: Rows
@@ -256,7 +259,7 @@ class _Run:
             self.label = f"{method.name}, run {self.run[:8]}"
         problem = Problem(
             self.network,
-            self.likelihood,
+            self.watch.likelihood,
             self.prior,
             plan.n,
             plan.batch_size,
@@ -264,6 +267,7 @@ class _Run:
             plan.private,
             self.microbatch_size,
             self.out,
+            self.watch.network,
         )
         self.process: Process = method.start(problem)
         self.network.train()
@@ -376,7 +380,7 @@ class _Run:
                 method=self.method,
                 plan=self.plan.to_dict(),
                 network=self.network,
-                likelihood=self.likelihood,
+                likelihood=self.watch.likelihood,
                 prior=self.prior,
                 data=(self.x, self.y, self.rows.kept),
                 rest=(self.seed, self.microbatch_size, self.x.device.type),
@@ -408,6 +412,7 @@ class _Run:
     def train(self, progress: bool) -> None:
         """Run the remaining steps; an interrupt leaves a checkpoint that can be gone on with."""
         plan = self.plan
+        self.watch.begin(self.process)
         batches = plan.sampler.batches(
             plan.steps - self.step,
             start=self.step,
@@ -449,7 +454,9 @@ class _Run:
             if kept is not None:
                 contributions = Kept(contributions, kept[records])
             release = self.gate(contributions, noise_multiplier=sigma, records=batch)
+            self.watch.contributed()
         self.process.update(release)
+        self.watch.updated()
         if isinstance(self.process, OpenProcess) and not self.plan.private:
             whole = records if kept is None else records[kept[records]]
             with unquoted(*_FAILED):
@@ -471,7 +478,10 @@ class _Run:
         statement = self.gate.statement(delta=self.plan.delta, tuning_runs=tuning_runs)
         for observer in self.accountants:
             observer.dp = statement
-        return self.process.posterior(privacy=statement, prior=self.prior, settings=self.settings)
+        posterior = self.process.posterior(
+            privacy=statement, prior=self.prior, settings=self.settings
+        )
+        return self.watch.checked(posterior)
 
     def _save_checkpoint(self) -> None:
         if self.folder is not None:

@@ -50,7 +50,7 @@ def test_a_gaussian_layer_alone_and_convolutions():
     assert alone.std.keys() == {"weight", "bias"}
     images = torch.randn(2, 1, 28, 28, generator=generator())
     wide = MeanFieldPosterior.of(to_gaussian(cnn()), "categorical")
-    sure = MeanFieldPosterior.of(to_gaussian(wide.model, rho=-50.0), "categorical")
+    sure = MeanFieldPosterior.of(to_gaussian(wide.model.requires_grad_(), rho=-50.0), "categorical")
     assert torch.allclose(sure.outputs(images, 3)[1], wide.model(images), atol=1e-4)
     assert wide.predict(images, 5).mean.shape == (2, 10)
 

@@ -19,6 +19,7 @@ from dpbnn.likelihoods import likelihood as named_likelihood
 from dpbnn.messages import unquoted
 from dpbnn.networks import GaussianLayer
 from dpbnn.privacy.checks import first_line, quoted
+from dpbnn.privacy.module_state import Change
 
 Space = Literal["weights", "parameters"]
 LikelihoodLike = str | Likelihood | Callable[[Any, Any], Tensor]
@@ -116,6 +117,17 @@ def refuse_coupling(model: nn.Module) -> None:
                 "track_running_stats=False or "
                 "torch.nn.GroupNorm."
             )
+
+
+def refuse_changes(changes: list[Change]) -> None:
+    """Raise where a forward pass or a log-probability has left something behind."""
+    if changes:
+        owner, kind, attribute = changes[0]
+        raise UnsupportedModel(
+            f"{owner} changes its {kind} {attribute!r} when it is called; data would stay there "
+            "without noise. Keep nothing of a batch: make it anew in every call, set it once in "
+            "__init__, or use torch.nn.GroupNorm instead of running statistics."
+        )
 
 
 class Attached:

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from dpbnn.contributions.attach import Attached, describe
+from dpbnn.contributions.attach import Attached, describe, refuse_changes
 from dpbnn.contributions.base import UnsupportedModel
 from dpbnn.contributions.fallback import random_state
 from dpbnn.contributions.network import NetworkContributions
 from dpbnn.contributions.tape import Key, layouts, replaced_forwards
 from dpbnn.networks import GaussianLayer
+from dpbnn.privacy.module_state import ModuleState
 
 Arguments = tuple[Tensor, ...]
 Gradients = Mapping[str, Tensor]
@@ -93,18 +94,9 @@ class _Probe:
         return tuple(_take(t, rows) for t in self.x), _take(self.y, rows)
 
     def find_layouts(self) -> dict[Key, str]:
-        model = self.attached.model
-        before = [(name, buffer.clone()) for name, buffer in model.named_buffers()]
         one = self.attached.discover(*self.rows([0, 1, 2]), self.draws[0])
         two = self.attached.discover(*self.rows([0, 1, 2, 3]), self.draws[0])
-        after = dict(model.named_buffers())
-        for name, value in before:
-            if name not in after or not torch.equal(after[name], value):
-                raise UnsupportedModel(
-                    f"{describe(model, name)} changes its buffer {name!r} in the forward pass; "
-                    "data would reach it without noise. Remove it, or use torch.nn.GroupNorm."
-                )
-        return layouts(one, two, lambda path: describe(model, path))
+        return layouts(one, two, lambda path: describe(self.attached.model, path))
 
     def contribution(
         self, rows: list[int], found: Mapping[Key, str], which: int | None
@@ -213,7 +205,7 @@ def _fixed(layer: GaussianLayer, weights: dict[str, Tensor]) -> Callable[..., Te
 def probe(attached: Attached, x: Arguments, y: Tensor) -> dict[Key, str]:
     """Return where layers hold the examples, after checks on a few examples.
 
-    - No buffer changes in the forward pass.
+    - Nothing that the model or the likelihood holds changes when they are called.
     - The contributions' sum is the gradient of the whole objective, for every parameter.
     - Replacing the other examples leaves an example's contribution as it was.
     - So does changing the batch size.
@@ -221,10 +213,12 @@ def probe(attached: Attached, x: Arguments, y: Tensor) -> dict[Key, str]:
     Model, generators and buffers are left as they were.
     """
     model = attached.model
+    state = ModuleState(model=model, likelihood=attached.likelihood)
     with _undone(attached):
         run = _Probe(attached, x, y)
         run.reseed()
         found = run.find_layouts()
+        refuse_changes(state.differences(thorough=True))
 
         run.refuse_coupling(found, [0, 1, 2, 3], [0, 5, 6, 7], 0, 1e-5)
         run.refuse_coupling(found, [0, 1, 2, 3], [4, 5, 6, 3], 3, 1e-5)
@@ -237,4 +231,5 @@ def probe(attached: Attached, x: Arguments, y: Tensor) -> dict[Key, str]:
         run.refuse_missing(found, None)
         run.refuse_missing(found, 0)
         run.refuse_coupling(found, [0, 1, 2, 3], [0, 1, 2], 0, run.tolerance)
+    refuse_changes(state.differences(thorough=True))
     return found

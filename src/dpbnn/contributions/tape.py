@@ -214,6 +214,7 @@ def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         for module, earlier in before.items():
-            module.__dict__.pop("forward", None)
-            if earlier is not None:
+            if earlier is None:
+                module.__dict__.pop("forward", None)
+            else:
                 module.__dict__["forward"] = earlier

@@ -27,6 +27,7 @@ class ADF(Sequential):
 
     def start(self, problem: Problem) -> ADFProcess:
         """Return a process at its first step."""
+        problem.refuse_frozen("expectation propagation")
         return ADFProcess(self, problem)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbnn.contributions.attach import Attached, attach
-from dpbnn.contributions.base import Contributions, DenseContributions
+from dpbnn.contributions.base import Contributions, DenseContributions, UnsupportedModel
 from dpbnn.likelihoods import Likelihood
 from dpbnn.priors import Prior
 from dpbnn.privacy.checks import check_numbers, check_positive
@@ -33,7 +33,7 @@ class Problem:
 
     Attributes:
         model: the network, owned by the process from now on.
-        likelihood: of the targets given the network's outputs.
+        likelihood: of the targets given the network's outputs; it is never called, see `attach`.
         prior: of the weights.
         n: number of records.
         batch_size: expected batch size.
@@ -41,6 +41,7 @@ class Problem:
         private: whether the gate adds noise.
         microbatch_size: most examples recorded at once.
         folder: where the process may keep files; None is a temporary one of its own.
+        origin: the network before any data, never called; a copy of `model` by default.
     """
 
     model: nn.Module
@@ -52,11 +53,39 @@ class Problem:
     private: bool
     microbatch_size: int | None = None
     folder: Path | None = None
+    origin: nn.Module = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.origin is None:
+            object.__setattr__(self, "origin", copy.deepcopy(self.model))
 
     def attach(self, likelihood: Likelihood | None = None, **options: Any) -> Attached:
-        """Attach the model and the likelihood, or another one; see `dpbnn.attach`."""
+        """Attach the model and a copy of the likelihood, or of another one; see `dpbnn.attach`."""
         options["microbatch_size"] = self.microbatch_size
-        return attach(self.model, likelihood or self.likelihood, **options)
+        return attach(self.model, copy.deepcopy(likelihood or self.likelihood), **options)
+
+    def rebuilt(self, released: Mapping[str, Tensor]) -> nn.Module:
+        """Return the network as it was before any data, at released parameters.
+
+        A posterior is made of this network alone: the one that was trained has seen the data.
+
+        Args:
+            released: trainable parameters by name; those left out stay at their first values.
+        """
+        model = copy.deepcopy(self.origin)
+        with torch.no_grad():
+            for name, value in released.items():
+                model.get_parameter(name).copy_(value)
+        return model
+
+    def refuse_frozen(self, method: str) -> None:
+        """Raise where a parameter is frozen, for methods that move all of them."""
+        for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                raise UnsupportedModel(
+                    f"{name!r} is frozen, and {method} moves all weights; unfreeze it, or use SGD, "
+                    f"SGLD, BBP, VI or MCDropout"
+                )
 
 
 class Process(ABC):
@@ -84,6 +113,10 @@ class Process(ABC):
     def contribute(self, x: Any, y: Tensor) -> Contributions:
         """Return what the examples of a batch contribute."""
         return self.attached(x, y)
+
+    def released(self) -> list[Tensor]:
+        """Return the tensors of the network that an update moves: the trainable parameters."""
+        return [p for p in self.model.parameters() if p.requires_grad]
 
     @abstractmethod
     def update(self, release: Mapping[str, Tensor]) -> None:
@@ -265,13 +298,11 @@ class DescentProcess(Process):
 
     def final(self) -> nn.Module:
         """Return the network at its last weights, or at their average."""
-        model = copy.deepcopy(self.model)
-        model.load_state_dict({**self.model.state_dict(), **self._averages})
-        return model
+        return self.problem.rebuilt({**self.parameters, **self._averages})
 
     def state(self) -> dict[str, Tensor]:
         """Return everything needed to go on from here, as tensors."""
-        tensors = {f"model.{n}": v for n, v in self.model.state_dict().items()}
+        tensors: dict[str, Tensor] = {f"model.{n}": p for n, p in self.parameters.items()}
         for index, values in self.optimizer.state_dict()["state"].items():
             for key, value in values.items():
                 if value is not None:
@@ -287,7 +318,9 @@ class DescentProcess(Process):
             kind, _, rest = name.partition(".")
             if rest:
                 parts[kind][rest] = value
-        self.model.load_state_dict(parts["model"])
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(parts["model"][name])
         saved = self.optimizer.state_dict()
         saved["state"] = {}
         for name, value in parts["optimizer"].items():

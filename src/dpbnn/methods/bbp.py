@@ -92,7 +92,7 @@ class BBP(Descent):
         if not any(isinstance(m, GaussianLayer) for m in gaussian.modules()):
             raise ValueError(
                 "BBP needs Linear or Conv2d layers, which can have Gaussian weights, and this "
-                "model has none; use SGLD or MCDropout"
+                "model has none that is trainable; unfreeze one, or use SGLD or MCDropout"
             )
         return gaussian
 
@@ -105,7 +105,8 @@ def kl_gradient(model: nn.Module, prior: Prior, draws: Draws | None = None) -> d
     """Return the gradient of KL(q || p) with respect to (mu, rho), by parameter name.
 
     Exactly, or with `draws` by the estimate mean_j [log q(w_j) - log p(w_j)] at w_j = mu +
-    softplus(rho) e_j, whose entropy part is exact too. Point parameters get the prior's gradient.
+    softplus(rho) e_j, whose entropy part is exact too. Point parameters get the prior's gradient,
+    frozen ones none.
     """
     result: dict[str, Tensor] = {}
     drawn = set()
@@ -128,7 +129,9 @@ def kl_gradient(model: nn.Module, prior: Prior, draws: Draws | None = None) -> d
             result[f"{name}_mu"] = by_mu
             result[f"{name}_rho"] = (by_std - 1 / std) * slope
     for name, parameter in model.named_parameters():
-        if name not in drawn and parameter.requires_grad:
+        if not parameter.requires_grad:
+            result.pop(name, None)
+        elif name not in drawn:
             result[name] = prior.gradient(parameter.detach())
     return result
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -130,6 +129,7 @@ class EM(Method):
             )
         if not isinstance(problem.prior, Gaussian | Flat):
             raise ValueError(f"prior={problem.prior}: must be dpbnn.Gaussian or dpbnn.Flat for EM")
+        problem.refuse_frozen("EM")
         return EMProcess(self, problem)
 
 
@@ -182,6 +182,10 @@ class EMProcess(Process):
             shapes["scatter"] = torch.Size([model.components, numbers])
         return StatisticContributions(self.statistics, shapes, x, self.problem.microbatch_size)
 
+    def released(self) -> list[Tensor]:
+        """Return the tensors of the network that an update moves: means, weights, covariances."""
+        return [self.model.offsets, self.model.log_weights, self.model.covariances]
+
     def statistics(self, x: Tensor) -> dict[str, Tensor]:
         """Return (r, r z, r (z z^T - I)) of every point, by released name."""
         with torch.no_grad():
@@ -227,7 +231,8 @@ class EMProcess(Process):
 
     def posterior(self, **record: Any) -> Posterior:
         """Return the mixture with Gaussian means."""
-        model = copy.deepcopy(self.model)
+        model = self.problem.rebuilt({})
+        assert isinstance(model, GaussianMixture)
         values = {**self._values(), **self.averages}
         with torch.no_grad():
             model.offsets.copy_(values["means"] - model.centres)

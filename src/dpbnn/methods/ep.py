@@ -89,8 +89,9 @@ class EP(Sequential):
 
     def start(self, problem: Problem) -> OpenProcess:
         """Return a process at its first step."""
-        if isinstance(problem.model, GaussianMixture):
-            return BlockEPProcess(self, problem, MixtureMoments(problem.model, problem.prior))
+        problem.refuse_frozen("expectation propagation")
+        if isinstance(problem.origin, GaussianMixture):
+            return BlockEPProcess(self, problem, MixtureMoments(problem.origin, problem.prior))
         return EPProcess(self, problem)
 
 
@@ -100,7 +101,7 @@ class SequentialProcess(OpenProcess):
     def __init__(self, settings: Sequential, problem: Problem) -> None:
         self.settings, self.problem, self.model = settings, problem, problem.model
         self.moments = NetworkMoments(
-            problem.model, problem.likelihood, problem.prior, problem.n, noise_start=1.2
+            problem.origin, problem.likelihood, problem.prior, problem.n, noise_start=1.2
         )
         layers = list(self.moments.layers.values())
         if layers[-1].linear.out_features != 1:

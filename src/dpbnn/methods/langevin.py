@@ -285,21 +285,27 @@ class LangevinProcess(Process):
         return chains * self.kept + (max(0, (position - first) // thin + 1) if position else 0)
 
     def restart(self) -> None:
-        """Begin the next chain: at fresh initial weights where the layers can draw them."""
+        """Begin the next chain: at fresh initial weights where the layers can draw them.
+
+        Frozen parameters and buffers stay as they are.
+        """
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(self.first[name])
             for module in self.model.modules():
-                if hasattr(module, "reset_parameters") and any(
-                    p.requires_grad for p in module.parameters(recurse=False)
-                ):
+                own = [p.requires_grad for p in module.parameters(recurse=False)]
+                if hasattr(module, "reset_parameters") and own and all(own):
                     module.reset_parameters()
+            for buffer, value in buffers:
+                buffer.copy_(value)
 
     def posterior(self, **record: Any) -> Posterior:
         """Return the stored iterates."""
         writer = self._open_writer()
         writer.close()
-        posterior = IteratePosterior(self.model, self.problem.likelihood, writer.path, **record)
+        model = self.problem.rebuilt(self.parameters)
+        posterior = IteratePosterior(model, self.problem.likelihood, writer.path, **record)
         if self._temporary is not None:
             weakref.finalize(posterior, self._temporary.cleanup)
         return posterior
@@ -308,15 +314,16 @@ class LangevinProcess(Process):
         """Return everything needed to go on from here, as tensors; iterates are on disk then."""
         if self.writer is not None:
             self.writer.flush()
-        tensors = {f"model.{n}": v for n, v in self.model.state_dict().items()}
+        tensors: dict[str, Tensor] = {f"model.{n}": p for n, p in self.parameters.items()}
         tensors |= {f"first.{n}": v for n, v in self.first.items()}
         tensors["counts"] = torch.tensor([self.steps])
         return {name: value.detach().clone().contiguous() for name, value in tensors.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a `state`."""
-        model = {n[6:]: v for n, v in state.items() if n.startswith("model.")}
-        self.model.load_state_dict(model)
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(state[f"model.{name}"])
         device = next(iter(self.parameters.values())).device
         self.first = {n[6:]: v.to(device) for n, v in state.items() if n.startswith("first.")}
         self.steps = int(state["counts"][0])

@@ -187,9 +187,10 @@ class SEP(Method):
 
 def moment_model(problem: Problem, **options: Any) -> MomentModel:
     """Return the moment model of a problem: that of a mixture, or of a ReLU network."""
-    if isinstance(problem.model, GaussianMixture):
-        return MixtureMoments(problem.model, problem.prior, **options)
-    return NetworkMoments(problem.model, problem.likelihood, problem.prior, problem.n, **options)
+    problem.refuse_frozen("expectation propagation")
+    if isinstance(problem.origin, GaussianMixture):
+        return MixtureMoments(problem.origin, problem.prior, **options)
+    return NetworkMoments(problem.origin, problem.likelihood, problem.prior, problem.n, **options)
 
 
 class SEPProcess(Process):

@@ -98,7 +98,6 @@ class VIProcess(DescentProcess):
 
     def __init__(self, settings: VI, problem: Problem) -> None:
         likelihood: Likelihood = problem.likelihood
-        self.sampled = problem.model
         path = _output_layer(problem.model)
         fixed = type(likelihood) is Gaussian and likelihood.noise_std is not None
         if settings.integrate and fixed and path is not None:
@@ -124,6 +123,4 @@ class VIProcess(DescentProcess):
 
     def posterior(self, **record: Any) -> Posterior:
         """Return the mean-field Gaussian."""
-        model = copy.deepcopy(self.sampled)
-        model.load_state_dict(self.final().state_dict())
-        return MeanFieldPosterior.of(model, self.problem.likelihood, **record)
+        return MeanFieldPosterior.of(self.final(), self.problem.likelihood, **record)

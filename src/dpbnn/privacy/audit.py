@@ -19,6 +19,7 @@ from torch import Tensor
 from dpbnn.privacy import noise
 from dpbnn.privacy.events import Event
 from dpbnn.privacy.gate import OBSERVER, Gate
+from dpbnn.privacy.module_state import described, differing
 from dpbnn.privacy.sampling import FROZEN_KEY
 
 __all__ = ["PrivacyBug", "Replay", "replay"]
@@ -120,7 +121,7 @@ def replay(
         differences.append(
             f"record {masked} was in no release; pass records= to the gate, or choose another"
         )
-    differences += _compare("result", first_result, second_result)
+    differences += _compare(first_result, second_result)
     if first_calls.hexdigest() != second_calls.hexdigest():
         differences.append("the sequence of function calls differs")
     return Replay(tuple(second.distances), tuple(second.sensitivities), tuple(differences))
@@ -252,34 +253,10 @@ def _traced(wanted: bool) -> Iterator[Any]:
             sys.setprofile(before)
 
 
-def _compare(name: str, first: Any, second: Any) -> list[str]:
-    """Name every place where two results differ."""
-    if isinstance(first, torch.nn.Module) and isinstance(second, torch.nn.Module):
-        return _compare(name, first.state_dict(), second.state_dict())
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        same = first.shape == second.shape and torch.equal(_bits(first), _bits(second))
-        return [] if same else [f"{name} differs"]
-    if (
-        dataclasses.is_dataclass(first)
-        and not isinstance(first, type)
-        and type(first) is type(second)
-    ):
-        first, second = vars(first), vars(second)
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
-        if first.keys() != second.keys():
-            return [f"{name} has other keys"]
-        return [d for k in first for d in _compare(f"{name}[{k!r}]", first[k], second[k])]
-    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
-        if len(first) != len(second):
-            return [f"{name} has another length"]
-        pairs = enumerate(zip(first, second, strict=True))
-        return [d for i, (a, b) in pairs for d in _compare(f"{name}[{i}]", a, b)]
-    if hasattr(first, "tobytes") and hasattr(second, "tobytes"):
-        same = first.shape == second.shape and first.tobytes() == second.tobytes()
-    else:
-        same = first == second or (first != first and second != second)
-    return [] if same else [f"{name} differs"]
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+def _compare(first: Any, second: Any) -> list[str]:
+    """Name every place where two results differ, in whatever they hold; values are not quoted."""
+    one, two = described(result=first), described(result=second)
+    return [
+        f"{path} differs" if path in one and path in two else f"{path} is there in one run alone"
+        for path in differing(one, two)
+    ]

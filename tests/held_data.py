@@ -1,5 +1,6 @@
 """What a process holds on to: the tensors and arrays that can be reached from it."""
 
+import collections
 import functools
 import types
 import weakref
@@ -7,14 +8,15 @@ import weakref
 import numpy as np
 import torch
 
+_LIBRARIES = ("torch.", "dpbnn.", "builtins", "numpy", "abc", "typing", "collections")
 _LEAVES = (type, types.ModuleType, types.CodeType, str, bytes, int, float, complex, torch.dtype)
 
 
 def _parts(value):
-    """What an object holds: entries, attributes, and the variables a function closes over."""
+    """What an object holds: entries, attributes, class attributes, what a function closes over."""
     if isinstance(value, dict | types.MappingProxyType):
         return [*value.keys(), *value.values()]
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, list | tuple | set | frozenset | collections.deque):
         return list(value)
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
@@ -27,17 +29,18 @@ def _parts(value):
     if isinstance(value, types.FunctionType):
         return [*(value.__closure__ or ()), *(value.__defaults__ or ()), value.__dict__]
     names = [n for kind in type(value).__mro__ for n in getattr(kind, "__slots__", ())]
-    return [getattr(value, "__dict__", None), *(getattr(value, n, None) for n in names)]
+    own = [vars(kind) for kind in type(value).__mro__ if not kind.__module__.startswith(_LIBRARIES)]
+    return [getattr(value, "__dict__", None), *own, *(getattr(value, n, None) for n in names)]
 
 
 def reachable(root):
     """Yield every tensor and array that can be reached from an object."""
-    seen, waiting = set(), [root]
+    seen, waiting = {}, [root]
     while waiting:
         value = waiting.pop()
         if value is None or isinstance(value, _LEAVES) or id(value) in seen:
             continue
-        seen.add(id(value))
+        seen[id(value)] = value  # alive, so that no other object gets its identity
         if isinstance(value, torch.Tensor | np.ndarray):
             yield value
         waiting += _parts(value)

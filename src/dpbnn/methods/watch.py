@@ -1,0 +1,109 @@
+"""Sees to it that a run changes nothing of a network and a likelihood but what was released."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import nn
+
+from dpbnn.contributions.attach import describe, refuse_changes
+from dpbnn.contributions.base import UnsupportedModel
+from dpbnn.likelihoods import Likelihood
+from dpbnn.methods.base import Process
+from dpbnn.posteriors import Posterior
+from dpbnn.privacy.checks import first_line
+from dpbnn.privacy.module_state import Found, ModuleState, change, described
+
+__all__ = ["Watch"]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Watch:
+    """The network and the likelihood as they are before any data, and a look at them later.
+
+    A module can keep what it sees, in a buffer, an attribute, a list, a hook or its class, and a
+    likelihood can too. That is refused, here and by the probe; and posteriors are made of `network`
+    and `likelihood`, which are copies that no data goes through.
+
+    Args:
+        network: the network that is trained.
+        likelihood: of the targets.
+
+    Attributes:
+        network: a copy.
+        likelihood: a copy.
+    """
+
+    def __init__(self, network: nn.Module, likelihood: Likelihood) -> None:
+        _refuse_hooks(network)
+        try:
+            self.network, self.likelihood = copy.deepcopy((network, likelihood))
+        except Exception as error:
+            raise UnsupportedModel(
+                f"{type(network).__name__} or {type(likelihood).__name__} cannot be copied "
+                f"({first_line(error)}); hold no results of computations, files or locks in them"
+            ) from None
+        self._state = ModuleState(model=network, likelihood=likelihood)
+        self._before = self._state.before
+        self._released = self._state.paths(p for p in network.parameters() if p.requires_grad)
+
+    def check(self) -> None:
+        """Raise where something has changed."""
+        refuse_changes(self._state.differences(thorough=True))
+
+    def begin(self, process: Process) -> None:
+        """Watch what a process trains from now on."""
+        likelihood = getattr(getattr(process, "attached", None), "likelihood", None)
+        self._tensors = process.released()
+        self._released |= self._state.paths(self._tensors)
+        self._state = ModuleState(model=process.model, likelihood=likelihood)
+        self._begun = False
+
+    def contributed(self) -> None:
+        """Raise where contributions have changed something; the first time bit by bit."""
+        refuse_changes(self._state.differences(thorough=not self._begun))
+        self._begun = True
+
+    def updated(self) -> None:
+        """Take over the values of the tensors that an update moves, and of no others."""
+        self._state.released(self._tensors)
+
+    def checked(self, posterior: Posterior) -> Posterior:
+        """Return a posterior that holds nothing but what was there before, and releases."""
+        self.check()
+        found = described(model=posterior.model, likelihood=posterior.likelihood)
+        for path in found:
+            if not self._allowed(path, found):
+                owner, kind, attribute = change(path, found)
+                raise UnsupportedModel(
+                    f"{owner} of the posterior has another {kind} {attribute!r} than before the "
+                    f"training, which no release has decided; make posteriors of "
+                    f"self.problem.rebuilt(...) and self.problem.likelihood"
+                )
+        return posterior
+
+    def _allowed(self, path: str, found: dict[str, Found]) -> bool:
+        here = found[path]
+        name = path if here.kind == "submodule" else here.owner
+        owner, before = found[name], self._before.get(name)
+        if path in self._released or path == f"{here.owner}.training":
+            return True
+        if here.owner == "likelihood" and owner.token[0].startswith("dpbnn."):
+            return not here.digest  # a learned noise
+        if before is not None and before.token == owner.token:
+            return path in self._before and self._before[path].token == here.token
+        # A layer in place of another, such as a Linear layer at the means of a Gaussian one.
+        ours = owner.token[0].startswith(("torch.nn.modules.", "dpbnn."))
+        return ours and (here.kind == "parameter" or not here.digest)
+
+
+def _refuse_hooks(network: nn.Module) -> None:
+    for path, module in network.named_modules():
+        for kind in _HOOKS:
+            for hook in getattr(module, kind, {}).values():
+                if not (getattr(hook, "__module__", None) or "").startswith("torch."):
+                    raise UnsupportedModel(
+                        f"{describe(network, path)} has a hook ({kind.strip('_')}), which would "
+                        f"see the data; remove it, or do the same in the module's forward"
+                    )
