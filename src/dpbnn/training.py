@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -290,14 +291,13 @@ class _Run:
             self.keys = self._opened_keys(before)
             if before is not None:
                 self._restore(before)
+            attempt = Attempt(self.run, self.keys.name, self.keys.what)
             beside = () if before is not None else self._unpaid(ledger)
-            if self.step == 0:
-                ledger.check((*self.plan.own_events, *beside))
+            ledger.check((*self._uncharged(ledger, attempt), *beside))
             for observer in self.accountants:
                 observer.begin(self.plan, ledger.spent(self.label) if self.resume else ())
             for event in beside:
                 ledger.spend(event, label=_BESIDE)
-            attempt = Attempt(self.run, self.keys.name, self.keys.what)
             self.gate = Gate(
                 self.clip,
                 self.sigmas[0],
@@ -386,6 +386,14 @@ class _Run:
                 rest=(self.seed, self.microbatch_size, self.x.device.type),
             )
         return keys
+
+    def _uncharged(self, ledger: Ledger, attempt: Attempt) -> list[Event]:
+        """Return the events of the steps to come that the ledger does not hold yet."""
+        first = self.step + len(ledger.covered(attempt, self.step))
+        return [
+            self.plan.sampler.event(sigma, len(list(same)), first)
+            for sigma, same in itertools.groupby(self.sigmas[first:])
+        ]
 
     def _unpaid(self, ledger: Ledger) -> tuple[Event, ...]:
         """Return what the plan has beside the training and the ledger does not hold."""

@@ -112,6 +112,8 @@ class Gate:
         watchers: Sequence[Watcher] = (),
     ) -> None:
         check_one_process()
+        if attempt is not None and noise is None:
+            raise ValueError("attempt: goes with its noise; pass the source that it began with")
         self.clips = dict(clip) if isinstance(clip, Mapping) else {"": float(clip)}
         for group, value in self.clips.items():
             if not value > 0:
