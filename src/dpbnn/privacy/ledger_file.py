@@ -180,11 +180,11 @@ class _Locked:
         try:
             if not file.offset:
                 file._write_head(end, check, lines)
+                sync_folder(file.path.parent)
             _write(self.fd, lines)
             os.fsync(self.fd)
             if file.offset:
-                file._write_head(end, check, lines)
-            sync_folder(file.path.parent)
+                file._write_head(end, check, lines)  # an older one would do after a power failure
         except BaseException as error:
             self._undo()
             if isinstance(error, OSError):
