@@ -27,9 +27,8 @@ for setting in "${settings[@]}"; do
     continue
   fi
   echo "== $setting"
-  workers=2
-  [[ $setting == OMP_NUM_THREADS=1* ]] || workers=0 # threads of two workers would wait for each other
-  env $setting "$python" -m pytest -q -n $workers --dist loadfile "${tests[@]}" "$@" || failed+=("$setting")
+  # Threads that wait passively do not take the cores from each other.
+  env OMP_WAIT_POLICY=passive $setting "$python" -m pytest -q -n 2 --dist loadfile "${tests[@]}" "$@" || failed+=("$setting")
 done
 if ((${#failed[@]})); then
   printf '== failed: %s\n' "${failed[@]}"

@@ -14,7 +14,7 @@ def cancelling():
 
 
 def fused(total, a, b):
-    """a b + total, rounded once; exact in float64 for the numbers here, up to that rounding."""
+    """Return a b + total, rounded once to float32."""
     return np.float32(np.float64(a) * np.float64(b) + np.float64(total))
 
 
