@@ -252,10 +252,12 @@ def test_another_process_draws_other_noise() -> None:
 
 
 def in_fork(child: Callable[[], bytes]) -> bytes:
+    """What a fork returns. It has one thread, as torch's own forks: OpenMP waits for lost ones."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
+            torch.set_num_threads(1)
             os.write(writer, child())
         finally:
             os._exit(0)
@@ -271,7 +273,6 @@ def in_fork(child: Callable[[], bytes]) -> bytes:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_forked_process_is_rekeyed(ahead: bool) -> None:
-    """Few numbers, for which torch starts no threads; in a fork it would wait for them forever."""
     source = NoiseSource()
     like = {"x": torch.empty(4000)}
     draw(source, 4000)
