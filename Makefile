@@ -6,13 +6,18 @@ READY  := $(VENV)/.ready
 PIP    := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q
 TORCH  := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test test-browser lint bench docs clean
+.PHONY: demo test test-portable test-browser lint bench docs clean
 
 demo: $(READY)
 	$(BIN)/dpbnn demo
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+# The numeric tests as other CPUs compute them; SETTINGS=few is quick, and part of .ci/run.
+SETTINGS ?= all
+test-portable: $(READY)
+	PYTHON=$(BIN)/python scripts/portable.sh $(SETTINGS) $(ARGS)
 
 # Opens the report in headless Chromium, which it installs where that is allowed.
 test-browser: $(READY)

@@ -1088,3 +1088,10 @@ def chains_begin_with_other_frozen_weights(patch: Patch) -> None:
 def frozen_weights_are_moved_by_moments(patch: Patch) -> None:
     patch.setattr(Problem, "refuse_frozen", lambda self, method: None)
     posteriors_are_not_compared(patch)
+
+
+# 51: twins that are broken on some CPUs only
+
+
+def the_cancelling_numbers_are_any(patch: Patch) -> dict[str, Callable]:
+    return {"numbers": lambda: (np.array([0.7, 0.7]), np.array([1.1, -1.1 * (1 + 1e-4)]))}

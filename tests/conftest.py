@@ -23,3 +23,29 @@ def data_folder() -> Path:
     if folder is None:
         pytest.skip("DPBNN_DATA is not set: the papers' datasets are not here")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def _generated(tmp_path_factory) -> tuple[Path, dict]:
+    import generated_data
+
+    folder = tmp_path_factory.mktemp("generated")
+    return folder, generated_data.write(folder)
+
+
+@pytest.fixture
+def generated_folder(_generated, monkeypatch) -> Path:
+    """A folder with small generated files in the formats of the papers' datasets."""
+    from dpbnn.data import datasets
+
+    folder, sources = _generated
+    monkeypatch.setattr(datasets, "_sources", lambda: sources)
+    monkeypatch.setenv("DPBNN_DATA", str(folder))
+    return folder
+
+
+@pytest.fixture(params=["papers", "generated"])
+def either_folder(request) -> Path:
+    """The folder with the papers' datasets where it is here, and the one with generated files."""
+    name = {"papers": "data_folder", "generated": "generated_folder"}[request.param]
+    return request.getfixturevalue(name)

@@ -367,11 +367,11 @@ def test_compare_shows_the_composed_budget_first(capsys, place):
     assert (place / "all/sgd-2/report.html").is_file()
 
 
-def test_adult_in_short(capsys, data_folder, place):
+def test_adult_in_short(capsys, either_folder, place):
     """Two thousand rows of the Adult table: the whole way, better than the majority class."""
     from dpbnn.data import load_table
 
-    train, test, schema = load_table("adult", data_folder)
+    train, test, schema = load_table("adult", either_folder)
     for name, table in (("adult.csv", train.rows(0, 2000)), ("test-adult.csv", test.rows(0, 1000))):
         with (place / name).open("w", newline="") as file:
             writer = csv.writer(file)

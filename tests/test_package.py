@@ -139,14 +139,17 @@ def test_the_architecture_test_would_see_a_wrong_import(tmp_path):
 
 
 def test_import_takes_no_time_and_needs_no_extra():
-    """`import dpbnn` adds under 0.3 s to `import torch`; nothing heavy or optional comes along."""
+    """`import dpbnn` adds under 0.3 s to `import torch`; nothing heavy or optional comes along.
+
+    CPU time, and the least of three, so that busy machines and uncompiled files do not matter.
+    """
     code = (
-        "import torch, time, sys; begin = time.perf_counter(); import dpbnn;"
-        "spent = time.perf_counter() - begin; assert spent < 0.3, spent;"
+        "import torch, time, sys; begin = time.process_time(); import dpbnn;"
+        "print(time.process_time() - begin);"
         "loaded = {'dp_accounting', 'scipy', 'sklearn', 'matplotlib', 'opacus'} & set(sys.modules);"
         "assert not loaded, loaded"
     )
-    run(code)
+    assert min(float(run(code).stdout) for _ in range(3)) < 0.3
 
 
 def test_the_core_works_without_any_extra_installed():

@@ -16,14 +16,22 @@ from benchmarks import uci
 
 
 @pytest.fixture(autouse=True)
-def folder(data_folder):
-    return data_folder
+def _fresh():
+    uci.raw.cache_clear()
+    yield
+    uci.raw.cache_clear()
+
+
+@pytest.fixture
+def _either(either_folder, monkeypatch):
+    monkeypatch.setenv("DPBNN_DATA", str(either_folder))
 
 
 def settings(name, kind="dp-sep"):
     return json.loads(uci.SETTINGS.read_text())["settings"][kind][name]
 
 
+@pytest.mark.usefixtures("data_folder")
 def test_wine_at_epsilon_one_is_close_to_the_reference():
     """Split 0: SEP without privacy has RMSE 0.637, predicting the mean 0.81."""
     result = uci.one(
@@ -33,6 +41,7 @@ def test_wine_at_epsilon_one_is_close_to_the_reference():
     assert result["epsilon"] <= 1.0
 
 
+@pytest.mark.usefixtures("data_folder")
 def test_power_learns_fast_with_whitening_that_was_paid_for():
     """12 of the 1500 steps: a linear fit has RMSE 4.6, the target's deviation is 17."""
     chosen = {**settings("power"), "steps": 12, "step_size": 0.05}
@@ -41,6 +50,19 @@ def test_power_learns_fast_with_whitening_that_was_paid_for():
     assert result["epsilon"] <= 1.0
 
 
+@pytest.mark.usefixtures("generated_folder")
+@pytest.mark.parametrize("name", uci.DATASETS)
+@pytest.mark.parametrize("kind", ["adf", "ep", "sep", "dp-sep", "dp-vi", "dp-sgd"])
+def test_every_method_on_generated_tables(name, kind):
+    """Two steps at the settings of the benchmark: files are read, scaled, fitted and scored."""
+    chosen = json.loads(uci.SETTINGS.read_text())["settings"][kind]
+    short = {**chosen.get(name, chosen.get("all")), "hidden": 4, "steps": 2, "epochs": 2}
+    result = uci.one({"dataset": name, "split": 1, "method": kind, "settings": short})
+    assert np.isfinite([result["rmse"], result["ll"]]).all()
+    assert result["epsilon"] is None if kind in ("adf", "ep", "sep") else result["epsilon"] <= 1.0
+
+
+@pytest.mark.usefixtures("_either")
 def test_the_scaling_moves_by_its_sensitivity_and_sees_nothing_else(monkeypatch):
     """Neighbour replay of the private second moments, with a record moved to a corner."""
     train, test = uci.indices("power", 0, tuning=True)
@@ -58,6 +80,7 @@ def test_the_scaling_moves_by_its_sensitivity_and_sees_nothing_else(monkeypatch)
     assert 0 < result.worst <= 2.0  # exchanging a record may move twice what zeroing it out may
 
 
+@pytest.mark.usefixtures("_either")
 def test_tuning_on_a_split_does_not_see_its_test_rows():
     for name in uci.DATASETS:
         train, held = uci.indices(name, 0, tuning=True)
@@ -66,6 +89,7 @@ def test_tuning_on_a_split_does_not_see_its_test_rows():
         assert not (set(train) | set(held)) & set(test)
 
 
+@pytest.mark.usefixtures("_either")
 def test_public_bounds_cut_off_and_do_not_look():
     u, t = uci.within_bounds("protein")
     assert np.abs(u).max() <= 1

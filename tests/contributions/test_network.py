@@ -231,10 +231,41 @@ def test_a_data_free_part_that_cancels_the_example_is_not_rounded_away():
     assert (norms <= 5e-3 * size).all()
 
 
+def cancelled_product(scale=1.0):
+    """The norm of a layer of one weight, and what is released of it.
+
+    Input 1 + 5u, constant -(1 + 6u), u = 2^-14. Their product 1 + 11u + 30u^2 is rounded up to
+    1 + 11u + 32u^2 on every CPU, so that |c|^2 = u^2 comes out as (25 - 2 * 32 + 36) u^2 < 0.
+    """
+    x = torch.full((1, 1), scale * (1 + 5 * 2**-14))
+    constant = {"weight": torch.full((1, 1), -scale * (1 + 6 * 2**-14))}
+    attached = attach(nn.Linear(1, 1, bias=False), lambda outputs, y: -outputs[:, 0])
+    c = attached(x, torch.zeros(1), constant)
+    return c.norms(), abs(float(c.weighted_sum(torch.ones(1))["weight"]))
+
+
+@pytest.mark.parametrize("form", [None, "instantiated"])
+@pytest.mark.parametrize("scale", [1.0, 2.0**20])
+def test_one_product_that_a_data_free_part_cancels_is_not_rounded_away(form, scale, monkeypatch):
+    monkeypatch.setattr(Outer, "form", form)
+    norm, released = cancelled_product(scale)
+    assert released == scale * 2**-14
+    assert norm >= released
+
+
+def test_the_rounding_of_what_a_data_free_part_cancels_is_in_the_norm(monkeypatch):
+    """Three weights of 1/3 in the input, back-signals of 1/5: their products are rounded."""
+    monkeypatch.setattr(Outer, "form", "instantiated")
+    model, x = nn.Linear(3, 1, bias=False), torch.full((1, 3), 1 / 3)
+    exact = x.double() * torch.tensor(0.2).double()
+    c = attach(model, lambda outputs, y: -0.2 * outputs[:, 0], data_free={"weight": -exact.float()})
+    assert c(x, torch.zeros(1)).norms() >= (exact - exact.float().double()).norm() > 0
+
+
 def test_without_a_bound_on_the_rounding_the_cancelled_norm_would_be_too_small(monkeypatch):
     monkeypatch.setattr(outer, "sum_error", lambda terms, dtype: 0.0)
-    norms, expected, _ = cancelled_norms()
-    assert (norms < 0.9 * expected).any()
+    norm, released = cancelled_product()
+    assert norm < 0.9 * released
 
 
 def test_microbatches_replay_dropout_masks():

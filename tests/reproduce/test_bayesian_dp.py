@@ -320,9 +320,10 @@ class TestRuns:
         assert paper["epsilon (moments)"] > 1000
         assert "no BatchNorm" in result.markdown()
 
-    def test_tables(self, data_folder, monkeypatch):
+    def test_tables(self, either_folder, monkeypatch):
         from dpbnn.reproduce import bayesian_dp_runs as runs
 
+        monkeypatch.setenv("DPBNN_DATA", str(either_folder))
         monkeypatch.setattr(runs, "TABLES", {"abalone": runs.TABLES["abalone"]})
         rows = reproduce.reproduce("bayesian-dp.vi", QUICK).rows
         assert [row[1] for row in rows] == [

@@ -284,9 +284,12 @@ class Outer(Instantiated):
         return self._instantiated()
 
     def slack(self) -> Tensor:
-        """Return gamma sum_t |a_t| |g_t|, the rounding error of sums over positions."""
+        """Return gamma sum_t |a_t| |g_t|, the rounding error of sums over positions.
+
+        A data-free part is one more term: it may cancel the others and leave their rounding.
+        """
         if self._slack is None:
-            count = sum(term.positions for term in self.terms)
+            count = sum(term.positions for term in self.terms) + bool(self.data_free)
             gamma = sum_error(count, self.terms[0].g.dtype)
             parts = [
                 term.magnitude()
@@ -313,8 +316,8 @@ class Outer(Instantiated):
             if name in self.data_free:
                 constant = self.data_free[name]
                 size = squares(constant.flatten()[None])
-                error = sum_error(first.columns, first.g.dtype) + sum_error(
-                    first.rows, first.g.dtype
+                error = sum_error(first.columns + 1, first.g.dtype) + sum_error(
+                    first.rows + 1, first.g.dtype
                 )
                 error_bound = error * (total.sqrt() + size.sqrt()).square()
                 total = (total + 2 * self._cross(index, constant) + size).clamp(min=0) + error_bound
