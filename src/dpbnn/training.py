@@ -311,10 +311,9 @@ class _Run:
             self.key_file.unlink(missing_ok=True)
 
     def _noise(self) -> NoiseSource:
-        key = self.keys["noise"]
         if self.debug_seed is not None:
-            key = NoiseSource.seeded(self.debug_seed).key
-        return NoiseSource.from_key(key, self.step)
+            return NoiseSource.seeded(self.debug_seed, self.step)
+        return NoiseSource.from_key(self.keys["noise"], self.step)
 
     def _new_keys(self) -> dict[str, bytes]:
         if self.debug_seed is not None:

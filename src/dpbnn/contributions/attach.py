@@ -370,7 +370,7 @@ class Attached:
             return self.record(part, y[start:stop], draws, constants, found)
 
         starts = [*range(0, len(y), size), len(y)]
-        return Microbatched(piece, starts, self._shapes, self.device, public(draws))
+        return Microbatched(piece, starts, self._shapes, self.device, self.dtype, public(draws))
 
 
 _OF_GAUSSIAN = ("weight_mu", "weight_rho", "bias_mu", "bias_rho")
