@@ -1,32 +1,35 @@
 """Releases on a public grid: the sum and the noise are rounded to it before they meet.
 
-    release = g (Round(S / g) + Round(Z / g)),   Z ~ N(0, std^2),   g = 2^(floor(log2 std) - k)
+    release = g (Round(S / g) + Floor(Z / g)),   Z ~ N(0, std^2),   g = 2^(floor(log2 std) - k)
 
-with k = 19 where the noise is drawn in float32 and k = 40 in float64. g depends on std alone, so
-it is public.
+with k = 19 for float32 noise and k = 40 for float64. g depends on std alone, so it is public.
 
-**Guarantee.** Let s = g Round(S / g), a multiple of g. Rounding commutes with the addition of
-multiples, s + g Round(Z / g) = g Round((s + Z) / g), so the release is post-processing of s + Z:
-the Gaussian mechanism, whose sensitivity is that of s. Rounding moves a coordinate by g / 2 at
-most, so neighbouring s of d coordinates are further apart than neighbouring S by at most
+**Guarantee.** Let s = g Round(S / g), a multiple of g. Then s + g Floor(Z / g) = g Floor((s + Z) /
+g), so the release is post-processing of s + Z: the Gaussian mechanism, with the sensitivity of s.
+Rounding moves a coordinate by g / 2 at most, so neighbouring s of d coordinates are further apart
+than neighbouring S by at most
 
     g sqrt(d) <= std sqrt(d) 2^-k,
 
 which the gate takes off its clip. No bit of the release depends on S but through s:
 
-- g is a power of two, so S / g is exact, as is s / g, whatever the size of S; s is a multiple of
-  g in every coordinate.
-- Z is rounded by itself. It does not matter in which order, or with which fused operations, it
-  was computed.
-- s and the rounded noise meet in one IEEE addition, whose rounding (where a float is too short for
-  the sum) is a function of their exact sum. Adding +0 at the end takes the sign off a zero.
-- Every multiple of g within 16 std has float32 noise that is rounded to it: spacings of float32
-  are g or less there. So no value of the release is possible under one dataset and impossible
-  under its neighbour, but beyond the ends of the sampler (`NoiseSource` says where).
+- g is a power of two, so S / g is exact, as are s / g and s, whatever the size of S.
+- Z is rounded by itself. It does not matter in which order, or with which fused operations, it was
+  computed.
+- s and the rounded noise meet in one IEEE addition, whose own rounding (where a float is too short
+  for the sum) is a function of their exact sum. Adding +0 at the end takes the sign off a zero.
 
-What this rests on: g is a normal number (`spacing` refuses a smaller std), the processor rounds to
-nearest, and Z is Gaussian up to the resolution of its dtype. The last is no exact statement about
-the probability of single grid points, as a sampler of discrete Gaussians would give.
+The noise that runs is not a real number but a float, and the argument needs its whole steps of g to
+be as likely as those of a real one. float32 noise has 16 or more floats within a step for |Z| < 2
+std and one at least for |Z| < 16 std. Each of them is as likely as the next, because Z is the
+product of two floats of 24 bits each, rounded once, at the end. It goes *down* to the grid, so that
+every step owns equally many floats: to the nearest point, halfway cases (1 in 16) would all go to
+even points, and 0.52 of the releases would show whether the sum was even. In 10^8 draws the last
+four bits are uniform to 5e-4, as exact ones would be. This is no exact statement about single grid
+points, as a sampler of discrete Gaussians has. The mean of the noise is -g / 2.
+
+What else this rests on: g is a normal number (`spacing` refuses a smaller std), and the processor
+rounds to nearest.
 
 References: Mironov, On significance of the least significant bits for differential privacy, 2012;
 Haney et al., Precision-based attacks and interval refining, 2022; Canonne, Kamath and Steinke, The
@@ -63,11 +66,11 @@ def spacing(std: float, dtype: torch.dtype) -> float:
 
 
 def add_on_grid(sums: Tensor, noise: Tensor, g: float) -> None:
-    """Replace sums by g (Round(sums / g) + Round(noise)), one code for all devices.
+    """Replace sums by g (Round(sums / g) + Floor(noise)), one code for all devices.
 
     Args:
         sums: float32 or float64.
-        noise: in units of g, of the same precision or less; rounded in place.
+        noise: in units of g, float32 or float64; rounded in place.
         g: a power of two, see `spacing`.
     """
     sums.mul_(1 / g).round_().add_(noise.floor_())

@@ -58,6 +58,7 @@ _ZEROS_AT = _ZEROS.ctypes.data
 _SHARE = 1 << 19  # bytes below which a thread of its own is not worth it
 _FEW = 1 << 12  # numbers below which torch's own generator is quicker
 _LOCAL = threading.local()
+_ZERO = torch.zeros((), device="cpu")
 
 
 def _load_libcrypto() -> ctypes.CDLL | None:
@@ -238,12 +239,12 @@ def _add_gaussian(
                 if a < b:
                     here, part = flat[a - start : b - start], slice(a - low, b - low)
                     g = spacing(std, dtype) if std else 1.0
-                    # The product comes last: scaled floats alone would leave gaps between them.
-                    noise = wave[part].mul_(math.sqrt(2) * (std or 1.0) / g)
-                    if std is None:
-                        torch.mul(noise, radius[part], out=here)
-                    elif std:
-                        add_on_grid(here, noise.mul_(radius[part]), g)
+                    noise = here if std is None else wave[part]
+                    scale = math.sqrt(2) * (1.0 if std is None else std) / g
+                    # (scale radius) wave: a product scaled at the end would leave gaps in floats.
+                    torch.addcmul(_ZERO, radius[part], wave[part], value=scale, out=noise)
+                    if std:
+                        add_on_grid(here, noise, g)
 
 
 def fill_normal(tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -306,9 +307,8 @@ class NoiseSource:
     Releases are multiples of g, the `spacing` of std: attacks on their low bits (Mironov 2012) find
     nothing that the Gaussian mechanism does not show, see `dpbnn.privacy.grid`. On the CPU z is
     Gaussian up to that rounding: the uniform behind the radius has 96 bits in the tail for float32
-    (|z| up to 11.5) and 54 for float64 (|z| up to 8.6). On other devices z comes from the device's
-    own generator, seeded per release with 64 bits of the stream key; the float32 tail of CUDA's
-    ends near |z| = 6.7.
+    (|z| up to 11.5) and 54 for float64 (|z| up to 8.6). On other devices z comes in float64 from
+    the device's own generator, seeded per release with 64 bits of the stream key.
 
     Args:
         purpose: What the noise is for. Sources with the same key and different purposes (chains,
