@@ -92,7 +92,7 @@ def rows_error(rows: int, dtype: torch.dtype) -> float:
     sum_k |S_k|^2 <= m (b + 1)^2 C^2 / 3, whose norm exceeds 8 roots of that with probability
     2 e^-32 at most, in any dimension (Pinelis 1994); 7 examples more per block make up for the
     rounding of the products. The last term, blocks added up in float64, is a worst case. So float64
-    sums of a million rows are within 5e-7 C without assumptions, as float32 sums of 20 rows are.
+    sums of a million rows are within 5e-7 C without assumptions, as float32 sums of 30 rows are.
 
     Contributions enter as computed. What the sum over an example's own positions lost, and how
     much larger than the contribution its terms were, is not part of this bound but of the norm.

@@ -58,7 +58,6 @@ _ZEROS_AT = _ZEROS.ctypes.data
 _SHARE = 1 << 19  # bytes below which a thread of its own is not worth it
 _FEW = 1 << 12  # numbers below which torch's own generator is quicker
 _LOCAL = threading.local()
-_ZERO = torch.zeros((), device="cpu")
 
 
 def _load_libcrypto() -> ctypes.CDLL | None:
@@ -167,6 +166,11 @@ def _extend(key: bytes, begin: int, radius: Tensor) -> None:
             radius[i] = math.sqrt(-math.log((word + fraction) * 2.0**-32))
 
 
+def _steps(std: float, dtype: torch.dtype) -> float:
+    """Return the standard deviation in steps of the grid."""
+    return std / spacing(std, dtype) if std else 0.0
+
+
 def _word_bytes(elements: int, dtype: torch.dtype) -> int:
     """Bytes of the stream that `elements` normals need: a whole number of pairs."""
     return (elements + elements % 2) * dtype.itemsize
@@ -201,6 +205,8 @@ def _add_gaussian(
     radii and angles where they are, those drawn ahead too.
     """
     signed = _SIGNED[dtype]
+    scales = [math.sqrt(2) * (1.0 if std is None else _steps(std, dtype)) for _, std in flats]
+    common = scales[0] if len(set(scales)) == 1 else None
     starts = [0]
     for flat, _ in flats:
         starts.append(starts[-1] + flat.numel())
@@ -224,6 +230,8 @@ def _add_gaussian(
         else:
             radius.copy_(integers[:pairs]).mul_(2.0**-64).add_(0.5).clamp_(2.0**-54, 1 - 2.0**-53)
             radius.log_().neg_().sqrt_()
+        if common is not None:
+            radius.mul_(common)
         angle.copy_(integers[pairs:]).mul_(math.pi / -torch.iinfo(signed).min)
         for function, wave, low in (
             (torch.cos, scratch[:pairs], begin),
@@ -238,13 +246,11 @@ def _add_gaussian(
                 a, b = max(low, start), min(high, start + flat.numel())
                 if a < b:
                     here, part = flat[a - start : b - start], slice(a - low, b - low)
-                    g = spacing(std, dtype) if std else 1.0
-                    noise = here if std is None else wave[part]
-                    scale = math.sqrt(2) * (1.0 if std is None else std) / g
-                    # (scale radius) wave: a product scaled at the end would leave gaps in floats.
-                    torch.addcmul(_ZERO, radius[part], wave[part], value=scale, out=noise)
+                    # Scaled before the product: scaled afterwards, floats would have gaps.
+                    noise = wave[part] if common is not None else wave[part].mul_(scales[index])
+                    torch.mul(noise, radius[part], out=here if std is None else noise)
                     if std:
-                        add_on_grid(here, noise, g)
+                        add_on_grid(here, noise, spacing(std, dtype))
 
 
 def fill_normal(tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -510,21 +516,24 @@ class NoiseSource:
         stds: Mapping[str, float],
         dtype: torch.dtype | None,
     ) -> None:
-        seeded: set[torch.device] = set()
+        groups: dict[tuple[torch.device, torch.dtype, float], list[Tensor]] = {}
         for name, tensor in tensors.items():
-            device = tensor.device
-            if device.type == "cpu":
-                continue
+            if tensor.device.type != "cpu" and stds[name]:
+                groups.setdefault((tensor.device, tensor.dtype, stds[name]), []).append(tensor)
+        seeded: set[torch.device] = set()
+        for (device, own, std), alike in groups.items():
             if device not in self._generators:
                 self._generators[device] = torch.Generator(device)
             generator = self._generators[device]
             if device not in seeded:
                 generator.manual_seed(int.from_bytes(self._stream_key(str(device))[:8], "big"))
                 seeded.add(device)
-            noise = torch.empty_like(tensor, dtype=torch.float64).normal_(generator=generator)
-            if stds[name]:
-                g = spacing(stds[name], dtype or tensor.dtype)
-                add_on_grid(tensor, noise.mul_(stds[name] / g), g)
+            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+            noise = torch.empty_like(flat, dtype=torch.float64).normal_(generator=generator)
+            add_on_grid(flat, noise.mul_(_steps(std, dtype or own)), spacing(std, dtype or own))
+            sizes = [tensor.numel() for tensor in alike]
+            for tensor, part in zip(alike, torch.split(flat, sizes), strict=True):
+                tensor.copy_(part.view_as(tensor))
 
     def _draw_ahead(self, keys: dict[torch.dtype, bytes], sizes: dict[torch.dtype, int]) -> None:
         for dtype, size in sizes.items():
