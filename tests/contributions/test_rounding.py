@@ -8,7 +8,7 @@ import torch
 from contributions_contract import assert_matches, per_example
 from torch import nn
 
-from dpbnn.contributions import attach, rounding, rules
+from dpbnn.contributions import attach, rules
 from dpbnn.contributions.outer import Outer
 from dpbnn.contributions.rounding import BLOCK, rows_error, squares, summed_rows
 from dpbnn.contributions.sites import Rows
@@ -230,11 +230,9 @@ def test_squares_of_any_length(length):
 
 
 @pytest.mark.parametrize("rows", [1, 511, 512, 513, 1300, 4097])
-@pytest.mark.parametrize("sums", [1, 10**6])
 @pytest.mark.parametrize("value", [1.0, 0.1, 1 / 3])
-def test_sums_of_many_equal_rows_stay_within_the_bound(rows, sums, value, monkeypatch):
+def test_sums_of_many_equal_rows_stay_within_the_bound(rows, value):
     """Equal rows round the same way again and again, the worst that rows do."""
-    monkeypatch.setattr(rounding, "_SUMS", sums)
     g, a = torch.full((rows, 2), value), torch.full((rows, 3), 0.7)
     a[1::2] *= 1e-3
     exact = g.double().T @ a.double()

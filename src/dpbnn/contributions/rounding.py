@@ -17,8 +17,6 @@ INFLATION = 1 + 3e-4
 
 _PIECE = 1 << 14
 """Numbers summed in float32 before the sum goes on in float64."""
-_SUMS = 1 << 21
-"""Numbers that the sums of blocks may take at once."""
 
 
 def accurate(t: Tensor) -> Tensor:
@@ -113,18 +111,13 @@ def summed_rows(g: Tensor, a: Tensor, positions: int = 1) -> Tensor:
         a: [examples * positions, columns].
         positions: of every example.
     """
-    length = BLOCK[torch.float32] * positions
-    if len(a) <= length:
+    blocks = -(-len(a) // (BLOCK[torch.float32] * positions))
+    if blocks < 2:
         return torch.mm(g.T, a)
+    size = -(-len(a) // blocks)
     total = torch.zeros(g.shape[1], a.shape[1], dtype=torch.float64, device=a.device)
-    together = length * max(1, _SUMS // max(1, total.numel()))
-    for one, two in zip(torch.split(g, together), torch.split(a, together), strict=True):
-        whole = len(two) // length * length
-        if whole:
-            left, right = (torch.unflatten(t[:whole], 0, (-1, length)) for t in (one, two))
-            total += torch.bmm(left.mT, right).sum(0, dtype=torch.float64)
-        if whole < len(two):
-            total += torch.mm(one[whole:].T, two[whole:])
+    for one, two in zip(torch.split(g, size), torch.split(a, size), strict=True):
+        total += torch.mm(one.T, two)
     return total
 
 
