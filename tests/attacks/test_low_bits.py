@@ -93,7 +93,8 @@ def test_item_45_a_zero_does_not_show_the_sign_of_the_sum():
 
 
 @fails_on(45, broken.the_clip_leaves_no_room_for_rounding)
-@example(3, 0, 0.5 - 2**-11, 1000.0, 400)
+@example(3, 0, 1 - 2**-11, 1000.0, 400)
+@example(-55, 0, 2**-11, 1000.0, 400)
 @given(
     st.integers(-100, 100),
     st.integers(0, 2),
@@ -102,7 +103,7 @@ def test_item_45_a_zero_does_not_show_the_sign_of_the_sum():
     st.integers(1, 3000),
 )
 def test_item_45_rounding_moves_no_sum_beyond_the_sensitivity(point, fewer, offset, sigma, width):
-    """The attack: in every coordinate sums just below and above the middle of two grid points."""
+    """The attack: in every coordinate one sum just below a grid point and one just above."""
     gate = dpbnn.Gate(clip=1.0, noise_multiplier=sigma)
     precision = gate._precision_of(DenseContributions(torch.zeros(1, width)), sigma)
     g = grid.spacing(sigma, precision.dtype)

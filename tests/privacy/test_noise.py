@@ -521,6 +521,16 @@ def test_a_process_with_noise_under_way_ends_promptly() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_what_is_noised_together_on_a_device_is_all_of_it_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(noise, "_TOGETHER", 4)
+    flats = [torch.arange(n) for n in (3, 0, 9, 1, 4, 2)]
+    groups = [torch.cat(pieces) for pieces in noise._grouped(flats)]
+    assert [len(group) for group in groups] == [4, 4, 4, 4, 3]
+    assert torch.equal(torch.cat(groups), torch.cat(flats))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_noise_is_drawn_on_the_device() -> None:
     like = {"x": torch.empty(100_000, device="cuda"), "y": torch.empty(100_000, device="cuda")}

@@ -89,7 +89,7 @@ class _Precision:
 class Gate:
     """Clips per-example contributions, sums them, adds noise and records the release.
 
-        release = Round(sum_i c_i min(1, C'/|c_i|)) + Floor(N(0, (sigma C)^2 I))
+        release = Trunc(sum_i c_i min(1, C'/|c_i|)) + Floor(N(0, (sigma C)^2 I))
 
         C' = C (1 - sigma sqrt(d) 2^-k) / (1 + 2 e)
 

@@ -1,13 +1,14 @@
 """Releases on a public grid: the sum and the noise are rounded to it before they meet.
 
-    release = g (Round(S / g) + Floor(Z / g)),   Z ~ N(0, std^2),   g = 2^(floor(log2 std) - k)
+    release = g (Trunc(S / g) + Floor(Z / g)),   Z ~ N(0, std^2),   g = 2^(floor(log2 std) - k)
 
 with k = 19 for float32 noise and k = 40 for float64. g depends on std alone, so it is public.
 
-**Guarantee.** Let s = g Round(S / g), a multiple of g. Then s + g Floor(Z / g) = g Floor((s + Z) /
+**Guarantee.** Let s = g Trunc(S / g), a multiple of g. Then s + g Floor(Z / g) = g Floor((s + Z) /
 g), so the release is post-processing of s + Z: the Gaussian mechanism, with the sensitivity of s.
-Rounding moves a coordinate by g / 2 at most, so neighbouring s of d coordinates are further apart
-than neighbouring S by at most
+Rounding towards zero brings numbers of opposite signs closer together, and takes numbers of one
+sign less than g further apart. So neighbouring s of d coordinates are further apart than
+neighbouring S by at most
 
     g sqrt(d) <= std sqrt(d) 2^-k,
 
@@ -66,12 +67,12 @@ def spacing(std: float, dtype: torch.dtype) -> float:
 
 
 def add_on_grid(sums: Tensor, noise: Tensor, g: float) -> None:
-    """Replace sums by g (Round(sums / g) + Floor(noise)), one code for all devices.
+    """Replace sums by g (Trunc(sums / g) + Floor(noise)), one code for all devices.
 
     Args:
         sums: float32 or float64.
         noise: in units of g, float32 or float64; rounded in place.
         g: a power of two, see `spacing`.
     """
-    sums.mul_(1 / g).round_().add_(noise.floor_())
+    torch.div(sums, g, rounding_mode="trunc", out=sums).add_(noise.floor_())
     torch.add(_ZERO, sums, alpha=g, out=sums)

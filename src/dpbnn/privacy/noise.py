@@ -27,7 +27,7 @@ import os
 import secrets
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b, shake_128
 from typing import Any, NoReturn
@@ -57,6 +57,7 @@ _ZEROS = np.zeros(1 << 20, np.uint8)
 _ZEROS_AT = _ZEROS.ctypes.data
 _SHARE = 1 << 19  # bytes below which a thread of its own is not worth it
 _FEW = 1 << 12  # numbers below which torch's own generator is quicker
+_TOGETHER = 1 << 20  # numbers noised at once on other devices: few calls, and not much memory
 _LOCAL = threading.local()
 
 
@@ -279,6 +280,21 @@ def _cpu_bytes(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> dict[tor
             own = dtype or tensor.dtype
             elements[own] = elements.get(own, 0) + tensor.numel()
     return {dtype: _word_bytes(n, dtype) for dtype, n in elements.items() if n}
+
+
+def _grouped(flats: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield lists of pieces of flat tensors, in order, of `_TOGETHER` numbers each at most."""
+    group: list[Tensor] = []
+    room = _TOGETHER
+    for flat in flats:
+        while flat.numel():
+            group.append(flat[:room])
+            flat, room = flat[room:], room - group[-1].numel()
+            if not room:
+                yield group
+                group, room = [], _TOGETHER
+    if group:
+        yield group
 
 
 def _check(tensors: Mapping[str, Tensor]) -> None:
@@ -528,12 +544,18 @@ class NoiseSource:
             if device not in seeded:
                 generator.manual_seed(int.from_bytes(self._stream_key(str(device))[:8], "big"))
                 seeded.add(device)
-            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-            noise = torch.empty_like(flat, dtype=torch.float64).normal_(generator=generator)
-            add_on_grid(flat, noise.mul_(_steps(std, dtype or own)), spacing(std, dtype or own))
-            sizes = [tensor.numel() for tensor in alike]
-            for tensor, part in zip(alike, torch.split(flat, sizes), strict=True):
-                tensor.copy_(part.view_as(tensor))
+            flats = [tensor.reshape(-1) for tensor in alike]
+            for pieces in _grouped(flats):
+                joined = torch.cat(pieces)
+                noise = torch.empty_like(joined, dtype=torch.float64).normal_(generator=generator)
+                noise.mul_(_steps(std, dtype or own))
+                add_on_grid(joined, noise, spacing(std, dtype or own))
+                parts = torch.split(joined, [piece.numel() for piece in pieces])
+                for piece, part in zip(pieces, parts, strict=True):
+                    piece.copy_(part)
+            for tensor, flat in zip(alike, flats, strict=True):
+                if not tensor.is_contiguous():
+                    tensor.copy_(flat.view_as(tensor))
 
     def _draw_ahead(self, keys: dict[torch.dtype, bytes], sizes: dict[torch.dtype, int]) -> None:
         for dtype, size in sizes.items():
