@@ -32,7 +32,6 @@ from dpbnn.contributions.probe import _Probe
 from dpbnn.data import statistics
 from dpbnn.likelihoods import Categorical
 from dpbnn.methods.base import Descent, DescentProcess, Problem
-from dpbnn.methods.em import StatisticContributions
 from dpbnn.methods.langevin import LangevinProcess
 from dpbnn.methods.sep import SEPProcess
 from dpbnn.methods.sgd import SGDProcess
@@ -337,7 +336,7 @@ def noise_forgets_the_step(patch: Patch) -> None:
 
 
 def tensors_share_their_noise(patch: Patch) -> None:
-    def add(original, self, tensors, std):
+    def add(original, self, tensors, std, dtype=None):
         noise = {"": torch.zeros(max(t.numel() for t in tensors.values()))}
         original(self, noise, std)
         for tensor in tensors.values():
@@ -347,7 +346,7 @@ def tensors_share_their_noise(patch: Patch) -> None:
 
 
 def only_the_first_tensor_gets_noise(patch: Patch) -> None:
-    def add(original, self, tensors, std):
+    def add(original, self, tensors, std, dtype=None):
         original(self, dict(list(tensors.items())[:1]), std)
 
     around(patch, NoiseSource, "add", add)
@@ -357,7 +356,7 @@ def only_the_first_tensor_gets_noise(patch: Patch) -> None:
 
 
 def noise_comes_from_the_global_generator(patch: Patch) -> None:
-    def add(self, tensors, std):
+    def add(self, tensors, std, dtype=None):
         for tensor in tensors.values():
             tensor.add_(torch.randn_like(tensor), alpha=std)
 
@@ -365,9 +364,9 @@ def noise_comes_from_the_global_generator(patch: Patch) -> None:
 
 
 def noise_moves_the_global_generator(patch: Patch) -> None:
-    def add(original, self, tensors, std):
+    def add(original, self, tensors, std, dtype=None):
         torch.rand(1)
-        original(self, tensors, std)
+        original(self, tensors, std, dtype)
 
     around(patch, NoiseSource, "add", add)
 
@@ -907,10 +906,13 @@ def the_statement_calls_n_the_number_of_records(patch: Patch) -> None:
 
 
 def empty_batches_have_another_type(patch: Patch) -> None:
-    def chunks(original, self):
-        return original(self) if self.batch_size else iter(())
+    def summed(original, self, contributions, *rest):
+        sums = original(self, contributions, *rest)
+        if contributions.batch_size:
+            return sums
+        return {n: v.float() if v.dtype == torch.float64 else v.double() for n, v in sums.items()}
 
-    around(patch, StatisticContributions, "chunks", chunks)
+    around(patch, Gate, "_clipped_sum", summed)
 
 
 def calibration_divides_by_the_true_number(patch: Patch) -> None:
@@ -1095,3 +1097,90 @@ def frozen_weights_are_moved_by_moments(patch: Patch) -> None:
 
 def the_cancelling_numbers_are_any(patch: Patch) -> dict[str, Callable]:
     return {"numbers": lambda: (np.array([0.7, 0.7]), np.array([1.1, -1.1 * (1 + 1e-4)]))}
+
+
+# 44 and 55: keys and generators of the noise
+
+
+def keys_stay_as_they_are(patch: Patch) -> None:
+    patch.setattr(noise, "_later", lambda key, times=1: key)
+
+
+def without_openssl_the_noise_is_philox(patch: Patch) -> None:
+    def fill(key, offset, out):
+        philox = np.random.Philox(key=int.from_bytes(key, "big"), counter=offset // 32)
+        out.view(np.uint64)[:] = philox.random_raw(out.size // 8)
+
+    patch.setattr(noise, "_shake", fill)
+
+
+# 45: the grid
+
+
+def noise_is_added_as_it_is(patch: Patch) -> None:
+    patch.setattr(noise, "add_on_grid", lambda sums, z, g: sums.add_(z, alpha=g))
+
+
+def sums_are_not_rounded(patch: Patch) -> None:
+    patch.setattr(noise, "add_on_grid", lambda sums, z, g: sums.add_(z.floor(), alpha=g))
+
+
+def noise_is_not_rounded(patch: Patch) -> None:
+    def add(sums, z, g):
+        sums.div_(g).round_().add_(z).mul_(g)
+
+    patch.setattr(noise, "add_on_grid", add)
+
+
+def noise_lies_on_every_other_point(patch: Patch) -> None:
+    original = noise.add_on_grid
+    patch.setattr(
+        noise, "add_on_grid", lambda sums, z, g: original(sums, z.div_(2).floor_().mul_(2), g)
+    )
+
+
+def noise_prefers_even_points(patch: Patch) -> None:
+    original = noise.add_on_grid
+    patch.setattr(
+        noise,
+        "add_on_grid",
+        lambda sums, z, g: original(sums, z.mul_(16).round_().div_(16).round_(), g),
+    )
+
+
+def zeros_keep_their_sign(patch: Patch) -> None:
+    patch.setattr(
+        noise, "add_on_grid", lambda sums, z, g: sums.div_(g).round_().add_(z.floor_()).mul_(g)
+    )
+
+
+def the_clip_leaves_no_room_for_rounding(patch: Patch) -> None:
+    around(
+        patch, Gate, "_precision_of",
+        lambda original, *args: dataclasses.replace(original(*args), share=1.0),
+    )  # fmt: skip
+
+
+# 46: sums of many records
+
+
+def chunks_are_added_in_float32(patch: Patch) -> None:
+    def summed(self, contributions, *_):
+        total = {n: torch.zeros(s) for n, s in contributions.shapes.items()}
+        for chunk in contributions.chunks():
+            for name, value in chunk.weighted_sum(self._weights(chunk)).items():
+                total[name] = total[name] + value.float()
+        return total
+
+    patch.setattr(Gate, "_clipped_sum", summed)
+
+
+def dense_sums_are_float32(patch: Patch) -> None:
+    def summed(original, self, w):
+        return {n: v.float() for n, v in original(self, w).items()}
+
+    around(patch, DenseContributions, "weighted_sum", summed)
+
+
+def the_clip_leaves_no_room_for_sums(patch: Patch) -> None:
+    the_clip_leaves_no_room_for_rounding(patch)

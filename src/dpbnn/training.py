@@ -413,7 +413,7 @@ class _Run:
 
     def _noise(self) -> NoiseSource:
         if self.debug_seed is not None:
-            return NoiseSource.from_key(NoiseSource.seeded(self.debug_seed).key, self.step)
+            return NoiseSource.seeded(self.debug_seed, self.step)
         purpose = f"noise {self.keys.what}"
         return NoiseSource.from_key(self.keys.noise, self.step, purpose=purpose)
 

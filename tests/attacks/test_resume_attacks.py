@@ -294,9 +294,9 @@ def test_item_44_the_keys_on_disk_give_neither_noise_nor_batches_of_the_past(tmp
     add, draw = NoiseSource.add, dpbnn.Poisson._draw
     with pytest.MonkeyPatch.context() as patch:
 
-        def noticed(self, tensors, std):
+        def noticed(self, tensors, *rest, **options):
             before = {name: value.clone() for name, value in tensors.items()}
-            add(self, tensors, std)
+            add(self, tensors, *rest, **options)
             noises.append({n: v - before[n] for n, v in tensors.items()})
 
         def drawn(self, *arguments):

@@ -23,4 +23,5 @@ class TestDense(ContributionsContract):
 def test_a_plain_tensor_is_one_name():
     c = DenseContributions(torch.ones(2, 3, dtype=torch.bfloat16))
     assert dict(c.shapes) == {"value": torch.Size([3])}
-    assert c.weighted_sum(torch.ones(2))["value"].dtype == torch.float32
+    assert c.dtype == torch.float32
+    assert c.weighted_sum(torch.ones(2))["value"].dtype == torch.float64

@@ -1,5 +1,6 @@
 """Norms are never rounded down: cancellation, reduced precision, large and small scales."""
 
+import copy
 import itertools
 
 import broken_versions as broken
@@ -10,7 +11,7 @@ from torch import nn
 
 from dpbnn.contributions import attach, rules
 from dpbnn.contributions.outer import Outer
-from dpbnn.contributions.rounding import squares
+from dpbnn.contributions.rounding import BLOCK, rows_error, squares, summed_rows
 from dpbnn.contributions.sites import Rows
 from dpbnn.networks import mlp
 
@@ -226,3 +227,60 @@ def test_matrix_precision_settings_are_restored():
 def test_squares_of_any_length(length):
     t = torch.randn(3, length, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(squares(t), t.double().square().sum(1), rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("rows", [1, 511, 512, 513, 1300, 4097])
+@pytest.mark.parametrize("value", [1.0, 0.1, 1 / 3])
+def test_sums_of_many_equal_rows_stay_within_the_bound(rows, value):
+    """Equal rows round the same way again and again, the worst that rows do."""
+    g, a = torch.full((rows, 2), value), torch.full((rows, 3), 0.7)
+    a[1::2] *= 1e-3
+    exact = g.double().T @ a.double()
+    largest = (g[0].double().norm() * a[0].double().norm()).item()
+    found = summed_rows(g, a)
+    assert found.dtype == (torch.float32 if rows <= 512 else torch.float64)
+    assert (found - exact).norm() <= rows_error(rows, torch.float32) * largest
+
+
+def test_the_bound_grows_with_the_rows_and_is_small_where_it_must_be():
+    for dtype in BLOCK:
+        errors = [rows_error(rows, dtype) for rows in (0, 1, 2, 20, 300, 600, 5000, 10**5, 10**7)]
+        assert errors == sorted(errors)
+    assert rows_error(0, torch.float32) == 0
+    assert rows_error(256, torch.float32) < 0.002
+    assert rows_error(10**6, torch.float64) < 1e-6
+
+
+class Scaled(nn.Module):
+    """A module without a rule of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+@pytest.mark.parametrize("positions", [False, True])
+def test_layers_sum_more_than_a_block_of_examples_in_float64(positions):
+    torch.manual_seed(0)
+    if positions:
+        x = torch.randint(0, 7, (BLOCK[torch.float32] + 9, 4))
+        model = nn.Sequential(
+            nn.Embedding(7, 5), nn.Linear(5, 5), nn.LayerNorm(5), nn.Flatten(), nn.Linear(20, 3)
+        )
+    else:
+        x = torch.randn(BLOCK[torch.float32] + 9, 1, 6, 6)
+        model = nn.Sequential(
+            nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Conv2d(2, 5, 4), nn.Flatten(), Scaled(),
+            nn.Linear(5, 3),
+        )  # fmt: skip
+    y, w = torch.randint(0, 3, (len(x),)), torch.rand(len(x))
+    sums = attach(model, "categorical")(x, y).weighted_sum(w)
+    exact = copy.deepcopy(model).double()
+    inputs = x if positions else x.double()
+    expected = attach(exact, "categorical")(inputs, y).weighted_sum(w)
+    for name, value in sums.items():
+        assert value.dtype == torch.float64
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4)

@@ -147,7 +147,7 @@ def test_the_noise_reaches_the_posterior():
     floor = 0.5 * n / 8
     moves = []
     gate = dpbnn.Gate(clip, sigma, noise=NoiseSource.seeded(1))
-    for _ in range(500):
+    for _ in range(1000):
         process = start(dpbnn.EM(clip=clip), model(8, 6), n=n, batch=n)
         nothing = torch.full((3, 6), math.nan)
         before = process.model.means.detach().clone()

@@ -79,6 +79,25 @@ def test_a_batch_without_chunks_releases_noise_too():
     assert release.std() == pytest.approx(2.0, rel=0.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_dtype_of_a_release_does_not_show_an_empty_batch(dtype):
+    for kind, rows in ((NoChunks, 0), (DenseContributions, 0), (DenseContributions, 5)):
+        gate = Gate(clip=1.0, noise_multiplier=2.0)
+        assert gate(kind(torch.zeros(rows, 3, dtype=dtype)))["value"].dtype == dtype
+
+
+def test_a_grid_that_would_cost_too_much_of_the_clip_is_made_finer():
+    """d = 1e6: 0.2 percent of the clip at sigma = 1, and 19 percent at sigma = 100."""
+    wide = DenseContributions(torch.zeros(1, 10**6))
+    fine, coarse = (Gate(1.0, sigma)._precision_of(wide, sigma) for sigma in (100.0, 1.0))
+    assert (fine.dtype, coarse.dtype) == (torch.float64, torch.float32)
+    assert 0.997 < coarse.share < 0.999 < fine.share < 1
+    gate = Gate(clip=1.0, noise_multiplier=100.0)
+    release = gate(wide)["value"]
+    assert release.dtype == torch.float32
+    assert release.std() == pytest.approx(100, rel=0.01)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
 def test_an_example_that_is_not_finite_counts_as_absent(bad):
     values = torch.randn(5, 4)

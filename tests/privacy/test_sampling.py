@@ -223,3 +223,10 @@ def test_events_check_themselves():
     assert issubclass(UnsupportedEvent, ValueError)
     event = Event("partition", 1.0, 3, 10, 5, 1)
     assert Event.from_dict(event.to_dict()) == event
+
+
+@pytest.mark.parametrize(("n", "batch"), [(100, 1), (1000, 3.5), (60_000, 256), (10**6, 10**4)])
+def test_no_batch_is_larger_than_the_largest_that_is_reckoned_with(n, batch):
+    assert stats.binom.sf(Poisson(n, batch).most(0), n, batch / n) <= math.exp(-32)
+    assert Poisson(n, n).most(0) == FullBatch(n).most(0) == n
+    assert [Partition(10, 4).most(step) for step in range(3)] == [4, 4, 2]

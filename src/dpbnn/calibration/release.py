@@ -157,6 +157,8 @@ class RowBlocks(ChunkedContributions):
         work: numbers that it takes to compute those of one record.
     """
 
+    dtype = summed_in = torch.float64
+
     def __init__(
         self, n: int, width: int, rows: Callable[[int, int], Tensor], work: int = 1
     ) -> None:

@@ -389,7 +389,7 @@ class Attached:
             with unquoted(*_FAILED, let=(UnsupportedModel,)):
                 return self.record(arguments, y, draws, constants, found)
         starts = [*range(0, len(y), size), len(y)]
-        return Microbatched(piece, starts, self._shapes, self.device, public(draws))
+        return Microbatched(piece, starts, self._shapes, self.device, self.dtype, public(draws))
 
 
 _OF_GAUSSIAN = ("weight_mu", "weight_rho", "bias_mu", "bias_rho")

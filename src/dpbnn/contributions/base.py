@@ -8,7 +8,14 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.rounding import INFLATION, accurate, full_precision, squares
+from dpbnn.contributions.rounding import (
+    BLOCK,
+    INFLATION,
+    accurate,
+    full_precision,
+    rows_error,
+    squares,
+)
 
 Weights = Tensor | Mapping[str, Tensor]
 """One weight per example, or per released name one weight per example."""
@@ -23,11 +30,28 @@ class Contributions(ABC):
 
     An example whose contribution is not finite, or whose squared norm exceeds float32, counts as
     zero: its norm is 0 and it is absent from every sum.
+
+    Attributes:
+        batch_size: number of examples.
+        shapes: released names and shapes.
+        device: of the sums.
+        dtype: of what is released.
+        summed_in: the precision of a chunk's sum over examples; more of them than a `BLOCK` are
+            summed block by block, and the blocks' sums in float64.
     """
 
     batch_size: int
     shapes: Mapping[str, torch.Size]
     device: torch.device
+    dtype: torch.dtype = torch.float32
+    summed_in: torch.dtype = torch.float32
+
+    def sum_error(self, rows: int) -> float:
+        """Return e: sums of `rows` contributions of norm <= C, by chunks, err by e C at most.
+
+        A function of public settings; see `rows_error`.
+        """
+        return rows_error(rows, self.summed_in)
 
     @abstractmethod
     def squared_norms(self) -> dict[str, Tensor]:
@@ -113,11 +137,13 @@ def masked(values: Tensor, finite: Tensor) -> Tensor:
 
 
 class DenseContributions(Contributions):
-    """Contributions that are plain tensors.
+    """Contributions that are plain tensors; their sums are float64.
 
     Args:
         values: [batch, ...], or one such tensor per released name.
     """
+
+    summed_in = torch.float64
 
     def __init__(self, values: Tensor | Mapping[str, Tensor]) -> None:
         named = dict(values) if isinstance(values, Mapping) else {"value": values}
@@ -133,6 +159,8 @@ class DenseContributions(Contributions):
             name: accurate(tensor.detach()).reshape(self.batch_size, self.shapes[name].numel())
             for name, tensor in named.items()
         }
+        double = any(tensor.dtype == torch.float64 for tensor in flat.values())
+        self.dtype = torch.float64 if double else torch.float32
         raw = {name: squares(tensor) for name, tensor in flat.items()}
         finite = torch.stack(list(raw.values())).sum(0).isfinite()
         self._flat = {name: masked(tensor, finite) for name, tensor in flat.items()}
@@ -145,14 +173,19 @@ class DenseContributions(Contributions):
         return dict(self._squares)
 
     def weighted_sum(self, w: Weights) -> dict[str, Tensor]:
-        """Return sum_i w_i c_i per released name, in float32 or better."""
+        """Return sum_i w_i c_i per released name, in float64."""
+        step = BLOCK[torch.float64]
+        sums: dict[str, Tensor] = {}
         with full_precision(self.device):
-            return {
-                name: (values.detach().to(self._flat[name]) @ self._flat[name]).view(
-                    self.shapes[name]
-                )
-                for name, values in self.per_name(w).items()
-            }
+            for name, values in self.per_name(w).items():
+                flat = self._flat[name]
+                weights = values.detach().to(self.device, torch.float64)
+                total = weights[:step] @ flat[:step].double()
+                for first in range(step, self.batch_size, step):
+                    rows = slice(first, first + step)
+                    total += weights[rows] @ flat[rows].double()
+                sums[name] = total.view(self.shapes[name])
+        return sums
 
     def inner(self, other: Contributions) -> Tensor:
         """Return the inner products <c_i, d_j> with another batch's contributions (float64)."""

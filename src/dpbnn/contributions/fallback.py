@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from dpbnn.contributions.base import UnsupportedModel
-from dpbnn.contributions.rounding import accurate
+from dpbnn.contributions.rounding import BLOCK, accurate, summed_rows
 from dpbnn.contributions.rules import Forward, Recorder, Unit
 from dpbnn.contributions.sites import CHANGED, KEPT, Instantiated, Site
 from dpbnn.contributions.tape import Discovery
@@ -75,7 +75,10 @@ class Replayed(Instantiated):
         for rows in self.slices():
             for name, part in self.instantiate(rows).items():
                 here = finite[rows].view(-1, *[1] * (part.dim() - 1))
-                value = w[name][rows].to(part) @ part.where(here, 0.0).flatten(1)
+                flat = part.where(here, 0.0).flatten(1)
+                value = summed_rows(w[name][rows].to(part).unsqueeze(1), flat)[0]
+                if self.batch > BLOCK[torch.float32]:
+                    value = value.double()
                 sums[name] = sums[name] + value if name in sums else value
         return {name: value.view(self.shapes[name]) for name, value in sums.items()}
 

@@ -21,11 +21,16 @@ class Kept(Contributions):
 
     def __init__(self, whole: Contributions, kept: Tensor) -> None:
         self.batch_size, self.shapes, self.device = whole.batch_size, whole.shapes, whole.device
+        self.dtype = whole.dtype
         self._whole, self._kept = whole, kept.to(whole.device)
         if kept.shape != (whole.batch_size,):
             raise ValueError(
                 f"kept has shape {tuple(kept.shape)}; give one per example: ({whole.batch_size},)"
             )
+
+    def sum_error(self, rows: int) -> float:
+        """Return e: sums of `rows` contributions of norm <= C, by chunks, err by e C at most."""
+        return self._whole.sum_error(rows)
 
     def squared_norms(self) -> dict[str, Tensor]:
         """Return |c_i|^2 per released name, never below the truth (float64, [batch])."""

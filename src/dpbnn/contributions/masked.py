@@ -32,7 +32,9 @@ def masked(contributions: Contributions, masks: Mapping[str, Tensor]) -> Contrib
             return _masked(record(start, stop), masks)
 
         whole = contributions
-        return Microbatched(part, whole._starts, whole.shapes, whole.device, whole.draws)
+        return Microbatched(
+            part, whole._starts, whole.shapes, whole.device, whole.dtype, whole.draws
+        )
     if not isinstance(contributions, NetworkContributions):
         raise UnsupportedModel(
             f"{type(contributions).__name__} cannot be masked; mask its values before"
@@ -43,7 +45,7 @@ def masked(contributions: Contributions, masks: Mapping[str, Tensor]) -> Contrib
 def _masked(whole: NetworkContributions, masks: Mapping[str, Tensor]) -> NetworkContributions:
     sites = [_site(site, masks) for site in whole._sites]
     return NetworkContributions(
-        sites, whole.batch_size, whole.shapes, whole.device, whole._dtype, {}, whole.draws
+        sites, whole.batch_size, whole.shapes, whole.device, whole.dtype, {}, whole.draws
     )
 
 

@@ -41,7 +41,7 @@ class NetworkContributions(Contributions):
         draws: Draws,
     ) -> None:
         self.batch_size, self.shapes, self.device, self.draws = batch_size, shapes, device, draws
-        self._dtype = dtype
+        self.dtype = self.summed_in = dtype
         self._squares: Tensor | None = None
         seen = {name for site in sites for name in site.shapes}
         unused = [
@@ -99,7 +99,7 @@ class NetworkContributions(Contributions):
         once: dict[int, Tensor] = {}
         for values in given.values():
             if id(values) not in once:
-                weight = values.detach().to(self.device, self._dtype)
+                weight = values.detach().to(self.device, self.dtype)
                 once[id(values)] = weight.index_fill(0, bad, 0.0) if bad.numel() else weight
         weights = {name: once[id(values)] for name, values in given.items()}
         sums: dict[str, Tensor] = {}
@@ -109,7 +109,7 @@ class NetworkContributions(Contributions):
         return {
             name: sums[name]
             if name in sums
-            else torch.zeros(shape, dtype=self._dtype, device=self.device)
+            else torch.zeros(shape, dtype=self.dtype, device=self.device)
             for name, shape in self.shapes.items()
         }
 
@@ -138,6 +138,7 @@ class Microbatched(ChunkedContributions):
         starts: first example of every chunk, and the end.
         shapes: released names and shapes.
         device: where the model is.
+        dtype: of the weights.
         draws: standard normal draws the batch is run at.
     """
 
@@ -147,9 +148,11 @@ class Microbatched(ChunkedContributions):
         starts: Sequence[int],
         shapes: Mapping[str, torch.Size],
         device: torch.device,
+        dtype: torch.dtype,
         draws: Draws,
     ) -> None:
         self.batch_size, self.shapes, self.device, self.draws = starts[-1], shapes, device, draws
+        self.dtype = self.summed_in = dtype
         self._record, self._starts = record, starts
         self._states: dict[int, tuple[Tensor, list[Tensor]]] = {}
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpbnn.contributions.rounding import squares, sum_error, without
+from dpbnn.contributions.rounding import BLOCK, squares, sum_error, summed_rows, without
 from dpbnn.contributions.sites import CHANGED, KEPT, Instantiated, Site, with_slack
 
 GRAM_COST = 3.0
@@ -119,7 +119,7 @@ class LinearFactors(Factors):
         a, g = weighted_factors(self.a, self.g, w, bad)
         if a.dim() > 2:
             a, g = a.flatten(0, 1), g.flatten(0, 1)
-        return torch.mm(g.T, a)
+        return summed_rows(g, a, self.positions)
 
     def magnitude(self) -> Tensor:
         """Return a bound on sum_t |a_t| |g_t| per example (float64)."""
@@ -195,8 +195,16 @@ class ConvFactors(Factors):
         )
 
     def summed(self, w: Tensor, bad: Tensor) -> Tensor:
-        """Return sum_i w_i G_i as the weight gradient of a convolution."""
-        a, g = weighted_factors(self.a, self.g, w, bad)
+        """Return sum_i w_i G_i as weight gradients of a convolution, one per block of examples."""
+        whole_a, whole_g = weighted_factors(self.a, self.g, w, bad)
+        step = BLOCK[torch.float32]
+        parts = zip(torch.split(whole_a, step), torch.split(whole_g, step), strict=True)
+        total = self._summed(*next(parts))
+        for a, g in parts:
+            total = total.double().add_(self._summed(a, g))
+        return total
+
+    def _summed(self, a: Tensor, g: Tensor) -> Tensor:
         window = self.window
         result: Tensor = torch.ops.aten.convolution_backward(
             g,
@@ -453,8 +461,10 @@ class Outer(Instantiated):
         for kept in self._kept:
             stop = start + len(kept)
             without(kept, bad[(bad >= start) & (bad < stop)] - start)
-            part = weights[start:stop]
-            total = part @ kept if total is None else total.addmv_(kept.T, part)
+            part = summed_rows(weights[start:stop, None], kept)[0]
+            if total is not None and self.batch > BLOCK[torch.float32]:
+                total = total.double()
+            total = part if total is None else total.add_(part)
             start = stop
         assert total is not None
         return term.unblocked(total).contiguous()

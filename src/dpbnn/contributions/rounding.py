@@ -1,4 +1,4 @@
-"""Norms that are never rounded down."""
+"""Norms that are never rounded down, and sums whose rounding is bounded."""
 
 from __future__ import annotations
 
@@ -71,6 +71,54 @@ def sum_error(terms: int, dtype: torch.dtype) -> float:
     """
     roundoff = torch.finfo(dtype).eps / 2
     return roundoff * min(terms, 8 + 4 * math.sqrt(terms)) if terms > 1 else 0.0
+
+
+BLOCK = {torch.float32: 512, torch.float64: 4096}
+"""Examples that are summed in one go, by dtype; the sums of blocks are added up in float64."""
+_DEVIATIONS = 8.0
+
+
+def rows_error(rows: int, dtype: torch.dtype) -> float:
+    """Return e: |computed - exact| <= e C for a sum of at most m contributions of norm C or less.
+
+        e = u min(b m, 8 (b + 8) sqrt(m / 3)) + u' (m / b) m
+
+    u is the roundoff of the dtype, b the smaller of m and its `BLOCK`, u' that of float64. In the
+    worst case every example of a block of b adds a rounding error of u b C, the first bound. The
+    second holds if rounding errors are mean-independent, as in the model of Higham and Mary (2019):
+    the errors u |S_k|, of partial sums |S_k| <= k C in each block, are then a martingale with
+    sum_k |S_k|^2 <= m (b + 1)^2 C^2 / 3, whose norm exceeds 8 roots of that with probability
+    2 e^-32 at most, in any dimension (Pinelis 1994); 7 examples more per block make up for the
+    rounding of the products. The last term, blocks added up in float64, is a worst case. So float64
+    sums of a million rows are within 5e-7 C without assumptions, as float32 sums of 30 rows are.
+
+    Contributions enter as computed. What the sum over an example's own positions lost, and how
+    much larger than the contribution its terms were, is not part of this bound but of the norm.
+    """
+    block = min(rows, BLOCK[dtype])
+    roundoff, finest = (torch.finfo(t).eps / 2 for t in (dtype, torch.float64))
+    likely = _DEVIATIONS * (block + 8) * math.sqrt(rows / 3)
+    worst = float(block * rows)
+    within = worst if dtype is torch.float64 else min(worst, likely)
+    return roundoff * within + finest * (rows / max(1, block)) * rows
+
+
+def summed_rows(g: Tensor, a: Tensor, positions: int = 1) -> Tensor:
+    """Return g^T a; over more than a block of examples in float64, block by block.
+
+    Args:
+        g: [examples * positions, rows].
+        a: [examples * positions, columns].
+        positions: of every example.
+    """
+    blocks = -(-len(a) // (BLOCK[torch.float32] * positions))
+    if blocks < 2:
+        return torch.mm(g.T, a)
+    size = -(-len(a) // blocks)
+    total = torch.zeros(g.shape[1], a.shape[1], dtype=torch.float64, device=a.device)
+    for one, two in zip(torch.split(g, size), torch.split(a, size), strict=True):
+        total += torch.mm(one.T, two)
+    return total
 
 
 _SWITCHES: dict[str, list[Any]] = {

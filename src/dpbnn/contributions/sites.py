@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.rounding import squares, sum_error, without
+from dpbnn.contributions.rounding import BLOCK, squares, sum_error, summed_rows, without
 
 CHUNK = 1 << 21
 """Numbers held at once when per-example gradients are instantiated."""
@@ -177,8 +177,8 @@ class Direct(Instantiated):
                     continue
                 key = id(w[name])
                 if key not in done:
-                    weights = w[name].to(flat).unsqueeze(0)  # mm has more threads than mv
-                    done[key] = torch.mm(weights, flat).view(self.shapes[name])
+                    weights = w[name].to(flat).unsqueeze(1)  # mm has more threads than mv
+                    done[key] = summed_rows(weights, flat).view(self.shapes[name])
                 value = done[key] * scale if index and scale is not None else done[key]
                 sums[name] = sums[name] + value if name in sums else value
         return sums
@@ -232,7 +232,8 @@ class Rows(Instantiated):
             raise RuntimeError(CHANGED)
         g = self.g * w[self.name].to(self.g)[:, None, None]
         without(g, bad)
-        total = self.g.new_zeros(self.shapes[self.name])
+        g = g.double() if self.batch > BLOCK[torch.float32] else g
+        total = g.new_zeros(self.shapes[self.name])
         return {self.name: total.index_add_(0, self.indices.flatten(), g.flatten(0, 1))}
 
     def instantiate(self, rows: slice) -> dict[str, Tensor]:

@@ -268,6 +268,8 @@ def share(fraction: float, **arguments: Any) -> tuple[Plan, Plan]:
 class _Cells:
     """One count per record and column, as contributions to the gate."""
 
+    dtype = torch.float64
+
     def __init__(self, x: Any, edges: np.ndarray) -> None:
         self._x, self._edges = x, edges
         self.batch_size = len(x)
@@ -276,6 +278,10 @@ class _Cells:
             "counts": torch.Size([edges.shape[0] * self.cells])
         }
         self.device = torch.device("cpu")
+
+    def sum_error(self, rows: int) -> float:
+        """Return e: sums of `rows` contributions of norm <= C, by chunks, err by e C at most."""
+        return rows * (min(rows, _ROWS) + rows / _ROWS) * 2.0**-53
 
     def squared_norms(self) -> dict[str, Tensor]:
         """Return the number of counts of every record."""

@@ -143,6 +143,8 @@ class StatisticContributions(ChunkedContributions):
         chunk: most points at once; as many as fit in a small memory by default.
     """
 
+    dtype = summed_in = torch.float64
+
     def __init__(
         self,
         statistics: Callable[[Tensor], dict[str, Tensor]],

@@ -151,6 +151,8 @@ class FactorContributions(ChunkedContributions):
         chunk: most examples at once; as many as fit in a small memory by default.
     """
 
+    summed_in = torch.float64
+
     def __init__(
         self,
         model: MomentModel,
@@ -163,6 +165,7 @@ class FactorContributions(ChunkedContributions):
         self.model, self.coordinates, self.offset = model, coordinates, offset
         self.x, self.y = x, y
         self.batch_size, self.device = len(x), x.device
+        self.dtype = next(iter(offset.values()), x).dtype
         extra = {f"extra.{name}": shape for name, shape in model.extra().items()}
         self.shapes = {**coordinates.shapes(), **extra}
         numbers = sum(math.prod(shape) for shape in self.shapes.values())

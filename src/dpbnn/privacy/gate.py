@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dpbnn.privacy.checks import check_one_process
 from dpbnn.privacy.events import Event, check_relation
+from dpbnn.privacy.grid import RESOLUTION
 from dpbnn.privacy.ledger import Attempt, Ledger
 from dpbnn.privacy.noise import NoiseSource
 
@@ -35,6 +36,16 @@ class Clippable(Protocol):
     batch_size: int
     shapes: Mapping[str, torch.Size]
     device: torch.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of what is released, float32 or float64; no function of the records."""
+
+    def sum_error(self, rows: int) -> float:
+        """Return e: sums of `rows` contributions of norm <= C, by chunks, err by e C at most.
+
+        A function of public settings. The gate adds the chunks up in float64.
+        """
 
     def squared_norms(self) -> dict[str, Tensor]:
         """Return |c_i|^2 per released name, never below the truth."""
@@ -66,18 +77,43 @@ Watcher = Callable[[Event, float, Tensor], None]
 """Told of a release after it was made: its event, the clip, a copy of the clipped norms."""
 
 
+_COARSE = 0.05
+"""Share of the clip that rounding to the grid may cost before the noise is drawn in float64."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Precision:
+    """How exact a release is: the share of the clip left for contributions, the noise's dtype."""
+
+    share: float
+    dtype: torch.dtype
+
+
 class Gate:
     """Clips per-example contributions, sums them, adds noise and records the release.
 
-        release = sum_i c_i min(1, C/|c_i|) + N(0, (sigma C)^2 I)
+        release = Trunc(sum_i c_i min(1, C'/|c_i|)) + Floor(N(0, (sigma C)^2 I))
 
-    **Guarantee.** Neighbouring datasets move the sum by at most `sensitivity`, since norms are
-    never rounded down and a contribution that is not finite counts as zero. The noise has standard
-    deviation sigma * C in every coordinate, from a source of its own. The ledger holds the event of
-    the sampler and this sigma, on disk, before the sum is even formed. So each call is one Gaussian
-    release of the accounted kind, provided that the batch was drawn by `sampler`; without a sampler
-    the event claims no amplification. An empty batch is released as noise. Threads take turns; a
-    forked process has reserved nothing, and cannot use what its parent has.
+        C' = C (1 - sigma sqrt(d) 2^-k) / (1 + 2 e)
+
+    **Guarantee.** Neighbouring datasets move the rounded sum by at most `sensitivity`. Exact sums
+    are C' apart at most (2 C' under replace-one), since norms are never rounded down and a
+    contribution that is not finite counts as zero. Each of the two computed sums errs by e C' at
+    most, `sum_error` for the largest batch the sampler draws, and is then rounded to a grid of
+    spacing sigma C 2^-k or less in d coordinates (k = 19, or 40 where that would take more than a
+    twentieth off the clip or the release is float64; see `dpbnn.privacy.grid`). So
+
+        C' + 2 e C' + sigma C sqrt(d) 2^-k = C,
+
+    all of it public numbers: d from the shapes, m from the sampler; without a sampler the number
+    of examples is taken as public. Without noise nothing is rounded, and C' = C.
+
+    The noise has standard deviation sigma * C in every coordinate, from a source of its own, and is
+    rounded to the same grid, so that the low bits of a release show nothing more. The ledger holds
+    the event of the sampler and this sigma, on disk, before the sum is even formed. So each call is
+    one Gaussian release of the accounted kind, provided that the batch was drawn by `sampler`;
+    without a sampler the event claims no amplification. An empty batch is released as noise.
+    Threads take turns; a forked process has reserved nothing, and cannot use what its parent has.
 
     With clip=inf and noise_multiplier=0 the gate is open: what passes is not private, and the
     ledger and the statement say so.
@@ -127,6 +163,7 @@ class Gate:
         self.noise = NoiseSource() if noise is None else noise
         self.label = label
         self.step = step
+        self._precision = _Precision(1.0, torch.float32)
         self._watchers = tuple(watchers)
         self._guard, self._process = threading.RLock(), os.getpid()
         self.attempt = Attempt.new() if attempt is None else attempt
@@ -186,23 +223,30 @@ class Gate:
             raise ValueError(
                 "mean=True: needs a sampler, whose expected batch size divides the sum"
             )
-        observer = OBSERVER.get()
         with self._mine():
-            if not self._reserved:
-                self.reserve(1, sigma)
-            if self._reserved.popleft() != sigma:
-                raise ValueError(
-                    f"noise_multiplier={sigma:g}: another value was reserved for this release; "
-                    f"reserve in the order of use"
-                )
-            event = self._event(sigma, 1, self.step)
-            self.step += 1
+            return self._release(contributions, sigma, mean, records)
+
+    def _release(
+        self, contributions: Clippable, sigma: float, mean: bool, records: Tensor | None
+    ) -> dict[str, Tensor]:
+        self._precision = self._precision_of(contributions, sigma)
+        if not self._reserved:
+            self.reserve(1, sigma)
+        if self._reserved.popleft() != sigma:
+            raise ValueError(
+                f"noise_multiplier={sigma:g}: another value was reserved for this release; "
+                f"reserve in the order of use"
+            )
+        event = self._event(sigma, 1, self.step)
+        self.step += 1
+        observer = OBSERVER.get()
         norms: list[Tensor] = []
         sums = self._clipped_sum(contributions, records, observer, norms)
         if observer is not None:
             release = observer.release(self, event, sums)
         else:
             release = self._noised(sums, sigma)
+        release = {n: value.to(contributions.dtype) for n, value in release.items()}
         if mean and self.sampler is not None:
             release = {n: value / self.sampler.batch_size for n, value in release.items()}
         for watcher in self._watchers:
@@ -216,9 +260,28 @@ class Gate:
 
     def _noised(self, sums: dict[str, Tensor], sigma: float) -> dict[str, Tensor]:
         if sigma > 0:
-            self.noise.add(sums, sigma * self.clip)
-            self.noise.prepare(sums)
+            drawn = self._precision.dtype
+            if drawn is torch.float64:
+                sums = {name: value.double() for name, value in sums.items()}
+            self.noise.add(sums, sigma * self.clip, drawn)
+            self.noise.prepare(sums, drawn)
         return sums
+
+    def _precision_of(self, contributions: Clippable, sigma: float) -> _Precision:
+        dtype = contributions.dtype
+        if not sigma > 0:
+            return _Precision(1.0, dtype)
+        rows = contributions.batch_size if self.sampler is None else self.sampler.most(self.step)
+        spread = sigma * math.sqrt(sum(math.prod(s) for s in contributions.shapes.values()))
+        if spread * RESOLUTION[dtype] > _COARSE:
+            dtype = torch.float64
+        share = (1 - spread * RESOLUTION[dtype]) / (1 + 2 * contributions.sum_error(rows))
+        if not share > 0:
+            raise ValueError(
+                f"noise_multiplier={sigma:g}: too large for {contributions.shapes}; rounding "
+                f"would leave nothing of the clip"
+            )
+        return _Precision(share, dtype)
 
     def _clipped_sum(
         self,
@@ -227,7 +290,10 @@ class Gate:
         observer: Observer | None,
         norms: list[Tensor],
     ) -> dict[str, Tensor]:
-        """Return sum_i c_i min(1, C/|c_i|), chunk by chunk; `norms` gets theirs if watched."""
+        """Return sum_i c_i min(1, C'/|c_i|); `norms` gets those of every chunk if watched.
+
+        A lone chunk's sum is left as it is, several are added up in float64.
+        """
         total: dict[str, Tensor] = {}
         factors = None
         if observer is not None:
@@ -242,10 +308,10 @@ class Gate:
             if self._watchers:
                 norms.append(_clipped_norms(chunk, w))
             for name, value in chunk.weighted_sum(w).items():
-                total[name] = total[name].add_(value) if name in total else value
+                total[name] = total[name].double().add_(value) if name in total else value
         if not total:
-            for name, shape in contributions.shapes.items():
-                total[name] = torch.zeros(shape, device=contributions.device)
+            like = torch.empty(0, dtype=contributions.dtype, device=contributions.device)
+            total = {name: like.new_zeros(s) for name, s in contributions.shapes.items()}
         return total
 
     def _groups(self, names: Iterable[str]) -> dict[str, list[str]]:
@@ -269,12 +335,13 @@ class Gate:
     def _weights(self, chunk: Clippable) -> Tensor | dict[str, Tensor]:
         """Return the clip factor of every example, by released name where there are groups."""
         if self.clips.keys() == {""}:
-            return _factor(chunk.norms(), self.clip)
+            return _factor(chunk.norms(), self._precision.share * self.clip)
         squares = chunk.squared_norms()
         weights: dict[str, Tensor] = {}
         for group, own in self._groups(squares).items():
             norms = torch.stack([squares[name] for name in own]).sum(0).sqrt()
-            weights.update(dict.fromkeys(own, _factor(norms, self.clips[group])))
+            clip = self._precision.share * self.clips[group]
+            weights.update(dict.fromkeys(own, _factor(norms, clip)))
         return weights
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -1,13 +1,19 @@
 """Gaussian noise for the gate, from operating-system entropy.
 
-The noise of one release is a function of a secret root key and the number of the release:
+The noise of one release is a function of a secret key of its own and the number of the release:
 
-    step key   = BLAKE2b(key = root key; release number, use, purpose)
-    words      = AES-128-CTR(step key), 32 random bits per float32, 64 per float64
+    stream key = BLAKE2b(key; release number, use, purpose)
+    words      = AES-128-CTR(stream key), 32 random bits per float32, 64 per float64
     (z, z')    = sqrt(-2 ln u) (cos 2 pi v, sin 2 pi v),   u, v uniform from two words
+    next key   = BLAKE2b(key; "ratchet")
 
-Nothing is carried from one release to the next, so tensors, releases, purposes and sources never
-share a stream, and a run can be resumed from the key and the number of its next release alone.
+Only the key is carried from one release to the next, and it moves forward: tensors, releases,
+purposes and sources never share a stream, a run can be resumed from the key and the number of its
+next release alone, and no key gives the noise of earlier releases back. Where OpenSSL is out of
+reach the words are SHAKE-128(stream key, block number), from hashlib.
+
+Sum and noise are rounded to a public grid before they are added; `dpbnn.privacy.grid` has the
+proof.
 
 Reference: Box and Muller, A note on the generation of random normal deviates, 1958; Salmon et al.,
 Parallel random numbers: as easy as 1, 2, 3, 2011 (counter-based streams).
@@ -21,9 +27,9 @@ import os
 import secrets
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from hashlib import blake2b
+from hashlib import blake2b, shake_128
 from typing import Any, NoReturn
 
 import numpy as np
@@ -31,6 +37,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dpbnn.privacy.grid import add_on_grid, spacing
+from dpbnn.privacy.keys import ratchet
 from dpbnn.privacy.team import run_on_team, team_size
 
 __all__ = ["NoiseSource"]
@@ -41,6 +49,7 @@ _KEY_BYTES = 32
 _DEBUG = b"dpbnn debug"  # how the key of a seeded source begins
 _PAIRS = 1 << 21  # pairs of normals per chunk: few calls, and not much memory
 _BLOCK = 32  # bytes of the stream that can be read by themselves
+_SPONGE = 1 << 16  # bytes per call of SHAKE-128, which takes 21 ms for 2.4 million words (AES 3 ms)
 _EDGE = 1 << 10  # radius words below this get 64 more bits
 _FAR = 3.905  # below the radius of every word that comes before _EDGE
 _MOST = torch.tensor(2.0**32 + 512, device="cpu")  # above every word: u < 1 and radius > 0
@@ -48,8 +57,8 @@ _ZEROS = np.zeros(1 << 20, np.uint8)
 _ZEROS_AT = _ZEROS.ctypes.data
 _SHARE = 1 << 19  # bytes below which a thread of its own is not worth it
 _FEW = 1 << 12  # numbers below which torch's own generator is quicker
+_TOGETHER = 1 << 20  # numbers noised at once on other devices: few calls, and not much memory
 _LOCAL = threading.local()
-_ZERO = torch.zeros((), device="cpu")
 
 
 def _load_libcrypto() -> ctypes.CDLL | None:
@@ -94,7 +103,7 @@ _LIBCRYPTO = _load_libcrypto()
 
 
 def _generator_name() -> str:
-    return "AES-128-CTR (OpenSSL)" if _LIBCRYPTO is not None else "Philox4x64-10 (NumPy)"
+    return "AES-128-CTR (OpenSSL)" if _LIBCRYPTO is not None else "SHAKE-128 (hashlib)"
 
 
 def _fill(key: bytes, offset: int, out: _Words) -> None:
@@ -122,8 +131,18 @@ def _fill_serially(key: bytes, offset: int, out: _Words) -> None:
     if _LIBCRYPTO is not None:
         _aes(_LIBCRYPTO, key, offset // 16, out)
     else:
-        philox = np.random.Philox(key=int.from_bytes(key, "big"), counter=offset // _BLOCK)
-        out.view(np.uint64)[:] = philox.random_raw(out.size // 8)
+        _shake(key, offset, out)
+
+
+def _shake(key: bytes, offset: int, out: _Words) -> None:
+    """Fill `out` from SHAKE-128(key, 0), SHAKE-128(key, 1), ..., each `_SPONGE` bytes long."""
+    done = 0
+    while done < out.size:
+        number, skip = divmod(offset + done, _SPONGE)
+        size = min(_SPONGE - skip, out.size - done)
+        block = shake_128(key + number.to_bytes(8, "big")).digest(skip + size)
+        out[done : done + size] = np.frombuffer(block, np.uint8, size, skip)
+        done += size
 
 
 def _extend(key: bytes, begin: int, radius: Tensor) -> None:
@@ -148,6 +167,11 @@ def _extend(key: bytes, begin: int, radius: Tensor) -> None:
             radius[i] = math.sqrt(-math.log((word + fraction) * 2.0**-32))
 
 
+def _steps(std: float, dtype: torch.dtype) -> float:
+    """Return the standard deviation in steps of the grid."""
+    return std / spacing(std, dtype) if std else 0.0
+
+
 def _word_bytes(elements: int, dtype: torch.dtype) -> int:
     """Bytes of the stream that `elements` normals need: a whole number of pairs."""
     return (elements + elements % 2) * dtype.itemsize
@@ -170,16 +194,20 @@ def _scratch(dtype: torch.dtype, pairs: int) -> tuple[_Words, Tensor]:
 
 
 def _add_gaussian(
-    flats: list[tuple[Tensor, float | None]], key: bytes, ahead: _Words | None = None
+    flats: list[tuple[Tensor, float | None]],
+    dtype: torch.dtype,
+    key: bytes,
+    ahead: _Words | None = None,
 ) -> None:
-    """Add independent N(0, std^2) to every flat CPU tensor of one dtype, chunk by chunk.
+    """Add independent N(0, std^2) of one dtype to flat CPU tensors on their grids, by chunks.
 
     Where std is None, N(0, 1) takes the place of what was there. The tensors are read as one long
     vector; element i's noise depends on the key, the length of the vector and i only. Words become
     radii and angles where they are, those drawn ahead too.
     """
-    dtype = flats[0][0].dtype
     signed = _SIGNED[dtype]
+    scales = [math.sqrt(2) * (1.0 if std is None else _steps(std, dtype)) for _, std in flats]
+    common = scales[0] if len(set(scales)) == 1 else None
     starts = [0]
     for flat, _ in flats:
         starts.append(starts[-1] + flat.numel())
@@ -203,6 +231,8 @@ def _add_gaussian(
         else:
             radius.copy_(integers[:pairs]).mul_(2.0**-64).add_(0.5).clamp_(2.0**-54, 1 - 2.0**-53)
             radius.log_().neg_().sqrt_()
+        if common is not None:
+            radius.mul_(common)
         angle.copy_(integers[pairs:]).mul_(math.pi / -torch.iinfo(signed).min)
         for function, wave, low in (
             (torch.cos, scratch[:pairs], begin),
@@ -217,10 +247,11 @@ def _add_gaussian(
                 a, b = max(low, start), min(high, start + flat.numel())
                 if a < b:
                     here, part = flat[a - start : b - start], slice(a - low, b - low)
-                    scale, before = (1.0, _ZERO) if std is None else (std, here)
-                    torch.addcmul(
-                        before, radius[part], wave[part], value=math.sqrt(2) * scale, out=here
-                    )
+                    # Scaled before the product: scaled afterwards, floats would have gaps.
+                    noise = wave[part] if common is not None else wave[part].mul_(scales[index])
+                    torch.mul(noise, radius[part], out=here if std is None else noise)
+                    if std:
+                        add_on_grid(here, noise, spacing(std, dtype))
 
 
 def fill_normal(tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -237,17 +268,33 @@ def fill_normal(tensor: Tensor, generator: torch.Generator | None = None) -> Ten
         return tensor.normal_(generator=generator)
     key = torch.empty(16, dtype=torch.uint8).random_(generator=generator).numpy().tobytes()
     with torch.no_grad():
-        _add_gaussian([(tensor.view(-1), None)], key)
+        _add_gaussian([(tensor.view(-1), None)], tensor.dtype, key)
     return tensor
 
 
-def _cpu_bytes(tensors: Iterable[Tensor]) -> dict[torch.dtype, int]:
-    """Bytes of stream that the CPU tensors of each dtype need together."""
+def _cpu_bytes(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> dict[torch.dtype, int]:
+    """Bytes of stream that noise on the CPU needs, by its dtype."""
     elements: dict[torch.dtype, int] = {}
     for tensor in tensors:
         if tensor.device.type == "cpu":
-            elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.numel()
+            own = dtype or tensor.dtype
+            elements[own] = elements.get(own, 0) + tensor.numel()
     return {dtype: _word_bytes(n, dtype) for dtype, n in elements.items() if n}
+
+
+def _grouped(flats: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield lists of pieces of flat tensors, in order, of `_TOGETHER` numbers each at most."""
+    group: list[Tensor] = []
+    room = _TOGETHER
+    for flat in flats:
+        while flat.numel():
+            group.append(flat[:room])
+            flat, room = flat[room:], room - group[-1].numel()
+            if not room:
+                yield group
+                group, room = [], _TOGETHER
+    if group:
+        yield group
 
 
 def _check(tensors: Mapping[str, Tensor]) -> None:
@@ -259,21 +306,31 @@ def _check(tensors: Mapping[str, Tensor]) -> None:
             )
 
 
+def _later(key: bytes, times: int = 1) -> bytes:
+    """Return the key of a later release; a seeded source's still shows what it is."""
+    if key.startswith(_DEBUG):
+        return _DEBUG + ratchet(key[len(_DEBUG) :], times)
+    return ratchet(key, times)
+
+
 class NoiseSource:
     """Gaussian noise for releases: one call of `add` or `normal` is one draw.
 
-    tensor <- tensor + std * z,   z ~ N(0, I), fresh in every call
+    tensor <- tensor + std * z,   z ~ N(0, I), fresh in every call, both rounded to a public grid
 
     **Guarantee.** Seeded with 256 bits of operating-system entropy and independent of every other
     generator; neither reads nor moves the states of `torch`, `numpy.random` and `random`. Every
     word of the stream serves one pair of normals of one release: what was drawn ahead is consumed
     once or thrown away, a release that failed half way is not drawn again, and a forked process
-    gets a new key. On the CPU z is Gaussian up to rounding: the uniform behind the radius has 96
-    bits in the tail for float32 (|z| up to 11.5) and 54 for float64 (|z| up to 8.6); float64
-    tensors get noise of float64 resolution. On other devices z comes from the device's own
-    generator, seeded per release with 64 bits of the stream key; the float32 tail of CUDA's ends
-    near |z| = 6.7. Floating-point attacks on the released bits (Mironov 2012) are not defended
-    against.
+    gets a new key. The source holds the key of its next release and no earlier one, so that who
+    finds a key learns the noise of that release and later ones, of none before. (What a release
+    left in the process's memory is overwritten by the next, not at once.)
+
+    Releases are multiples of g, the `spacing` of std: attacks on their low bits (Mironov 2012) find
+    nothing that the Gaussian mechanism does not show, see `dpbnn.privacy.grid`. On the CPU z is
+    Gaussian up to that rounding: the uniform behind the radius has 96 bits in the tail for float32
+    (|z| up to 11.5) and 54 for float64 (|z| up to 8.6). On other devices z comes in float64 from
+    the device's own generator, seeded per release with 64 bits of the stream key.
 
     Args:
         purpose: What the noise is for. Sources with the same key and different purposes (chains,
@@ -285,14 +342,14 @@ class NoiseSource:
 
     @classmethod
     def from_key(cls, key: bytes, step: int = 0, *, purpose: str = "noise") -> NoiseSource:
-        """Continue the source that had this key, at its release number `step`.
+        """Continue the source that has this key, the one of its release number `step`.
 
         **Guarantee.** Equal, bit for bit on one machine, to the uninterrupted source. The caller
         answers for never releasing one step twice: re-key when in doubt.
 
         Args:
             key: The other source's `key`.
-            step: The number of the next release, the other source's `step`.
+            step: The number of the next release, the other source's `step` at the same time.
             purpose: The other source's purpose.
         """
         if len(key) != _KEY_BYTES or step < 0:
@@ -305,10 +362,16 @@ class NoiseSource:
         return source
 
     @classmethod
-    def seeded(cls, seed: int, *, purpose: str = "noise") -> NoiseSource:
-        """Return a reproducible source for debugging; what it releases is not private."""
+    def seeded(cls, seed: int, step: int = 0, *, purpose: str = "noise") -> NoiseSource:
+        """Return a reproducible source for debugging; what it releases is not private.
+
+        Args:
+            seed: Any number.
+            step: The number of the next release, to go on with an earlier source of this seed.
+            purpose: As for any source.
+        """
         digest = blake2b(str(seed).encode(), digest_size=_KEY_BYTES - len(_DEBUG)).digest()
-        return cls.from_key(_DEBUG + digest, purpose=purpose)
+        return cls.from_key(_later(_DEBUG + digest, step), step, purpose=purpose)
 
     def _start(self, key: bytes, step: int, purpose: str) -> None:
         self._key = key
@@ -328,7 +391,10 @@ class NoiseSource:
 
     @property
     def key(self) -> bytes:
-        """The secret root key: for an owner-only file, never for a log or a checkpoint."""
+        """The secret key of the next release: for an owner-only file, never for a log.
+
+        It gives the noise of all later releases too, and of no earlier one.
+        """
         self._rekey_after_fork()
         return self._key
 
@@ -363,7 +429,13 @@ class NoiseSource:
             "its key; make a new NoiseSource(), or NoiseSource.from_key(...) to resume"
         )
 
-    def prepare(self, tensors: Mapping[str, Tensor], *, ahead: bool | None = None) -> None:
+    def prepare(
+        self,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype | None = None,
+        *,
+        ahead: bool | None = None,
+    ) -> None:
         """Announce the tensors of the next release, so that CPU noise is drawn in the background.
 
         **Guarantee.** Changes when the noise is drawn, not its value. Holds one release at most;
@@ -371,6 +443,7 @@ class NoiseSource:
 
         Args:
             tensors: What `add` will get; only sizes, dtypes and devices are read.
+            dtype: What `add` will get.
             ahead: Draw in the background; by default only if there are more cores than torch
                 uses, since otherwise the drawing slows the training down by as much as it saves.
         """
@@ -380,7 +453,7 @@ class NoiseSource:
             ahead = self._cores > torch.get_num_threads()
         with self._lock:
             self._ahead = None
-            sizes = _cpu_bytes(tensors.values()) if ahead else {}
+            sizes = _cpu_bytes(tensors.values(), dtype) if ahead else {}
             if not sizes:
                 return
             if self._worker is None:
@@ -388,12 +461,19 @@ class NoiseSource:
             keys = {dtype: self._stream_key(str(dtype)) for dtype in sizes}
             self._ahead = (self._step, sizes, self._worker.submit(self._draw_ahead, keys, sizes))
 
-    def add(self, tensors: Mapping[str, Tensor], std: float | Mapping[str, float]) -> None:
-        """Add N(0, std^2) to every element, in place: one draw, one release.
+    def add(
+        self,
+        tensors: Mapping[str, Tensor],
+        std: float | Mapping[str, float],
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Add N(0, std^2) to every element, in place and on the grid: one draw, one release.
 
         Args:
             tensors: float32 or float64, on any device, of any shape.
-            std: One standard deviation for all, or one per name.
+            std: One standard deviation for all, or one per name; with 0 nothing is rounded.
+            dtype: What the noise is drawn in, and the grid follows; each tensor's own by default.
+                float32 noise for a float64 sum takes a third of the time.
         """
         _check(tensors)
         stds = dict.fromkeys(tensors, float(std)) if not isinstance(std, Mapping) else dict(std)
@@ -402,19 +482,24 @@ class NoiseSource:
                 f"std {std!r} was given for {list(tensors)}; allowed is one finite number of 0 or "
                 f"more, or one per name"
             )
+        for name, value in stds.items():
+            if value:
+                spacing(value, dtype or tensors[name].dtype)
         self._rekey_after_fork()
         with self._lock, torch.no_grad():
-            sizes = _cpu_bytes(tensors.values())
+            sizes = _cpu_bytes(tensors.values(), dtype)
             ahead, self._ahead = self._ahead, None
             try:
                 drawn: dict[torch.dtype, _Words] = {}
                 if ahead is not None and ahead[:2] == (self._step, sizes):
                     ahead[2].result()
                     drawn = self._buffers
-                for dtype in sizes:
-                    self._add_on_cpu(dtype, tensors, stds, drawn.get(dtype))
-                self._add_on_devices(tensors, stds)
+                for own in sizes:
+                    part = {k: t for k, t in tensors.items() if own in (dtype, t.dtype)}
+                    self._add_on_cpu(own, part, stds, drawn.get(own))
+                self._add_on_devices(tensors, stds, dtype)
             finally:
+                self._key = _later(self._key)
                 self._step += 1
                 self._draws += 1
 
@@ -433,28 +518,44 @@ class NoiseSource:
         stds: Mapping[str, float],
         drawn: _Words | None,
     ) -> None:
-        own = {k: t for k, t in tensors.items() if t.device.type == "cpu" and t.dtype == dtype}
+        own = {k: t for k, t in tensors.items() if t.device.type == "cpu"}
         flats = {name: tensor.reshape(-1) for name, tensor in own.items()}
         pairs: list[tuple[Tensor, float | None]] = [(f, stds[name]) for name, f in flats.items()]
-        _add_gaussian(pairs, self._stream_key(str(dtype)), drawn)
+        _add_gaussian(pairs, dtype, self._stream_key(str(dtype)), drawn)
         for name, tensor in own.items():
             if not tensor.is_contiguous():
                 tensor.copy_(flats[name].view_as(tensor))
 
-    def _add_on_devices(self, tensors: Mapping[str, Tensor], stds: Mapping[str, float]) -> None:
-        seeded: set[torch.device] = set()
+    def _add_on_devices(
+        self,
+        tensors: Mapping[str, Tensor],
+        stds: Mapping[str, float],
+        dtype: torch.dtype | None,
+    ) -> None:
+        groups: dict[tuple[torch.device, torch.dtype, float], list[Tensor]] = {}
         for name, tensor in tensors.items():
-            device = tensor.device
-            if device.type == "cpu":
-                continue
+            if tensor.device.type != "cpu" and stds[name]:
+                groups.setdefault((tensor.device, tensor.dtype, stds[name]), []).append(tensor)
+        seeded: set[torch.device] = set()
+        for (device, own, std), alike in groups.items():
             if device not in self._generators:
                 self._generators[device] = torch.Generator(device)
             generator = self._generators[device]
             if device not in seeded:
                 generator.manual_seed(int.from_bytes(self._stream_key(str(device))[:8], "big"))
                 seeded.add(device)
-            noise = torch.empty_like(tensor).normal_(generator=generator)
-            tensor.add_(noise, alpha=stds[name])
+            flats = [tensor.reshape(-1) for tensor in alike]
+            for pieces in _grouped(flats):
+                joined = torch.cat(pieces)
+                noise = torch.empty_like(joined, dtype=torch.float64).normal_(generator=generator)
+                noise.mul_(_steps(std, dtype or own))
+                add_on_grid(joined, noise, spacing(std, dtype or own))
+                parts = torch.split(joined, [piece.numel() for piece in pieces])
+                for piece, part in zip(pieces, parts, strict=True):
+                    piece.copy_(part)
+            for tensor, flat in zip(alike, flats, strict=True):
+                if not tensor.is_contiguous():
+                    tensor.copy_(flat.view_as(tensor))
 
     def _draw_ahead(self, keys: dict[torch.dtype, bytes], sizes: dict[torch.dtype, int]) -> None:
         for dtype, size in sizes.items():

@@ -72,6 +72,16 @@ class Sampler(ABC):
         """Return the size of batch `step`, or None where it is random."""
         return int(self.batch_size)
 
+    def most(self, step: int) -> int:
+        """Return a public number of records that batch `step` does not exceed.
+
+        Where the size is random it does so with probability e^-32 at most (Bernstein).
+        """
+        size = self.size(step)
+        if size is None:
+            size = math.ceil(self.batch_size + 8 * math.sqrt(self.batch_size) + 64 / 3)
+        return min(size, self.n)
+
     def event(self, noise_multiplier: float, count: int = 1, start: int = 0) -> Event:
         """Return the event of releasing batches `start` to `start + count - 1` with this noise."""
         return Event(
