@@ -8,6 +8,7 @@ to anything, also to the data; so the digest has a secret key, and says nothing 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import types
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 __all__ = ["digest"]
 
+_OF_MODULES = set(vars(nn.Module()))  # parameters, buffers, submodules and hooks, by torch's names
 _LEFT_OUT = {"folder"}  # settings that say where files go, and nothing of what is computed
 
 
@@ -79,8 +81,9 @@ class _Digest:
             for item in ordered:
                 self._feed(item)
         elif isinstance(value, types.MethodType):
-            self._feed(value.__func__)
-            self._feed(value.__self__)
+            self._feed((value.__func__, value.__self__))
+        elif isinstance(value, functools.partial):
+            self._feed((value.func, value.args, value.keywords))
         elif isinstance(value, types.FunctionType):
             self._function(value)
         elif isinstance(value, type | types.ModuleType | types.BuiltinFunctionType):
@@ -129,9 +132,7 @@ class _Digest:
         for path, module in network.named_modules():
             self._text("module", path)
             self._named(type(module))
-            plain = (bool, int, float, str, tuple, list, dict, type(None))
-            own = {k: v for k, v in vars(module).items() if not k.startswith("_")}
-            self._feed({k: v for k, v in own.items() if isinstance(v, plain)})
+            self._feed({k: v for k, v in vars(module).items() if k not in _OF_MODULES})
         for name, parameter in network.named_parameters():
             self._text(name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
             if not parameter.requires_grad:

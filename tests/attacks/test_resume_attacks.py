@@ -1,5 +1,6 @@
 """Attacks on runs that are interrupted, resumed, copied, replayed: is every release recorded?"""
 
+import functools
 import math
 import os
 import shutil
@@ -237,6 +238,17 @@ class Tilted(nn.Linear):
         return super().forward(self.tilt * x)
 
 
+class Shaped(nn.Linear):
+    """A network of the user's, with a function and an object among its attributes."""
+
+    def __init__(self, function, scale):
+        super().__init__(3, 2)
+        self._function, self.settings = function, Doubled(scale)
+
+    def forward(self, x):
+        return super().forward(self._function(self.settings.scale * x))
+
+
 def frozen(value):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     model[0].requires_grad_(False)
@@ -250,10 +262,16 @@ def scaled(factor):
         o, lambda step: factor))  # fmt: skip
 
 
+PARTS = ("prior", "likelihood", "method", "data", "rest")
 CHANGES = {
     "prior": ({"prior": dpbnn.Gaussian(1.0)}, {"prior": dpbnn.Gaussian(2.0)}),
     "likelihood": ({"likelihood": Doubled(1.0)}, {"likelihood": Doubled(2.0)}),
     "network": ({"model": Tilted(1.0)}, {"model": Tilted(2.0)}),
+    "function": (
+        {"model": Shaped(functools.partial(torch.add, other=1.0), 1.0)},
+        {"model": Shaped(functools.partial(torch.add, other=2.0), 1.0)},
+    ),
+    "object": ({"model": Shaped(torch.tanh, 1.0)}, {"model": Shaped(torch.tanh, 2.0)}),
     "frozen weights": ({"model": frozen(1.0)}, {"model": frozen(2.0)}),
     "method": ({"method": scaled(1.0)}, {"method": scaled(0.5)}),
     "data": ({"data": dataset()}, {"data": dataset(1e-3)}),
@@ -266,7 +284,7 @@ CHANGES = {
 def test_item_43_noise_serves_the_computation_that_it_was_drawn_for_and_no_other(change, tmp_path):
     first, second = CHANGES[change]
     interrupted(4, pytest, out=tmp_path, **first)
-    part = {"frozen weights": "network"}.get(change, change)
+    part = change if change in PARTS else "network"
     try:
         fit(out=tmp_path, resume=True, **second)
         pytest.fail("the run went on with another computation")
