@@ -79,6 +79,14 @@ def test_a_batch_without_chunks_releases_noise_too():
     assert release.std() == pytest.approx(2.0, rel=0.05)
 
 
+def test_a_scale_without_a_grid_is_refused_before_anything_is_spent():
+    for clip, width in ((1e-38, 1), (1.0, 10**6)):
+        gate = Gate(clip=clip, noise_multiplier=1.0 if width == 1 else 1e10)
+        with pytest.raises(ValueError, match=r"std=1e-38|noise_multiplier=1e\+10"):
+            gate(DenseContributions(torch.zeros(1, width)))
+        assert gate.ledger.releases == gate.noise.draws == gate.step == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_dtype_of_a_release_does_not_show_an_empty_batch(dtype):
     for kind, rows in ((NoChunks, 0), (DenseContributions, 0), (DenseContributions, 5)):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dpbnn.privacy.checks import check_one_process
 from dpbnn.privacy.events import Event, check_relation
-from dpbnn.privacy.grid import RESOLUTION
+from dpbnn.privacy.grid import RESOLUTION, spacing
 from dpbnn.privacy.ledger import Attempt, Ledger
 from dpbnn.privacy.noise import NoiseSource
 
@@ -105,8 +105,8 @@ class Gate:
 
         C' + 2 e C' + sigma C sqrt(d) 2^-k = C,
 
-    all of it public numbers: d from the shapes, m from the sampler; without a sampler the number
-    of examples is taken as public. Without noise nothing is rounded, and C' = C.
+    all of it public numbers: d from the shapes, e from the sampler and the model; without a sampler
+    the number of examples is taken as public. Without noise nothing is rounded, and C' = C.
 
     The noise has standard deviation sigma * C in every coordinate, from a source of its own, and is
     rounded to the same grid, so that the low bits of a release show nothing more. The ledger holds
@@ -268,6 +268,7 @@ class Gate:
         return sums
 
     def _precision_of(self, contributions: Clippable, sigma: float) -> _Precision:
+        """Return the precision of the next release; raises where there is none to be had."""
         dtype = contributions.dtype
         if not sigma > 0:
             return _Precision(1.0, dtype)
@@ -275,6 +276,7 @@ class Gate:
         spread = sigma * math.sqrt(sum(math.prod(s) for s in contributions.shapes.values()))
         if spread * RESOLUTION[dtype] > _COARSE:
             dtype = torch.float64
+        spacing(sigma * self.clip, dtype)
         share = (1 - spread * RESOLUTION[dtype]) / (1 + 2 * contributions.sum_error(rows))
         if not share > 0:
             raise ValueError(

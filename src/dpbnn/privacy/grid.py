@@ -21,13 +21,14 @@ which the gate takes off its clip. No bit of the release depends on S but throug
   for the sum) is a function of their exact sum. Adding +0 at the end takes the sign off a zero.
 
 The noise that runs is not a real number but a float, and the argument needs its whole steps of g to
-be as likely as those of a real one. float32 noise has 16 or more floats within a step for |Z| < 2
-std and one at least for |Z| < 16 std. Each of them is as likely as the next, because Z is the
-product of two floats of 24 bits each, rounded once, at the end. It goes *down* to the grid, so that
-every step owns equally many floats: to the nearest point, halfway cases (1 in 16) would all go to
-even points, and 0.52 of the releases would show whether the sum was even. In 10^8 draws the last
-four bits are uniform to 5e-4, as exact ones would be. This is no exact statement about single grid
-points, as a sampler of discrete Gaussians has. The mean of the noise is -g / 2.
+be as likely as those of a real one. float32 noise has 16 or more floats within a step for |Z| <
+std, 4 or more for |Z| < 4 std and one at least for |Z| < 16 std. Each of them is as likely as the
+next, because Z is the product of two floats of 24 bits each, rounded once, at the end. It goes
+*down* to the grid, so that every step owns equally many floats: to the nearest point, halfway cases
+(some 1 in 16) would all go to even points, and 0.52 of the coordinates would show whether their sum
+was even. In 10^8 draws the last four bits are uniform to 1e-3, as exact ones would be. This is no
+exact statement about single grid points, as a sampler of discrete Gaussians has. The mean of the
+noise is -g / 2.
 
 What else this rests on: g is a normal number (`spacing` refuses a smaller std), and the processor
 rounds to nearest.

@@ -297,6 +297,17 @@ def _grouped(flats: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield group
 
 
+def _add_together(
+    pieces: list[Tensor], std: float, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """Add noise of a device's generator to flat tensors, on the grid of the dtype."""
+    sums = torch.cat(pieces)
+    noise = torch.empty_like(sums, dtype=torch.float64).normal_(generator=generator)
+    add_on_grid(sums, noise.mul_(_steps(std, dtype)), spacing(std, dtype))
+    for piece, part in zip(pieces, torch.split(sums, [len(p) for p in pieces]), strict=True):
+        piece.copy_(part)
+
+
 def _check(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype not in _SIGNED:
@@ -546,13 +557,7 @@ class NoiseSource:
                 seeded.add(device)
             flats = [tensor.reshape(-1) for tensor in alike]
             for pieces in _grouped(flats):
-                joined = torch.cat(pieces)
-                noise = torch.empty_like(joined, dtype=torch.float64).normal_(generator=generator)
-                noise.mul_(_steps(std, dtype or own))
-                add_on_grid(joined, noise, spacing(std, dtype or own))
-                parts = torch.split(joined, [piece.numel() for piece in pieces])
-                for piece, part in zip(pieces, parts, strict=True):
-                    piece.copy_(part)
+                _add_together(pieces, std, dtype or own, generator)
             for tensor, flat in zip(alike, flats, strict=True):
                 if not tensor.is_contiguous():
                     tensor.copy_(flat.view_as(tensor))
