@@ -1,3 +1,4 @@
+import gc
 import random
 
 import numpy as np
@@ -151,3 +152,26 @@ def test_docstring_examples_hold():
     result = doctest.testmod(audit)
     assert result.attempted
     assert not result.failed
+
+
+def test_garbage_that_others_left_does_not_show_in_the_trace():
+    """A generator in a cycle ends by a call, whenever the garbage is collected."""
+    runs, threshold = [], gc.get_threshold()
+
+    def run(values):
+        runs.append(None)
+        if len(runs) == 2:  # the first one that is traced
+            gc.set_threshold(5)
+        return train(values)
+
+    gc.disable()
+    for _ in range(20):
+        cycle = [dpbnn.Poisson(10, 2).batches(5)]
+        next(cycle[0])
+        cycle.append(cycle)
+    gc.enable()
+    try:
+        assert replay(run, DATA, DATA).passed
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*threshold)

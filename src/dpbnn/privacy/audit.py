@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import hashlib
 import math
 import random
@@ -243,14 +244,17 @@ def _traced(wanted: bool) -> Iterator[Any]:
                 return
             calls.update(f"{file}:{frame.f_code.co_qualname}\n".encode())
 
-    before = sys.getprofile()
+    before, collecting = sys.getprofile(), gc.isenabled()
     if wanted:
+        gc.disable()  # it would end what others left open, by calls at any time
         sys.setprofile(note)
     try:
         yield calls
     finally:
         if wanted:
             sys.setprofile(before)
+            if collecting:
+                gc.enable()
 
 
 def _compare(first: Any, second: Any) -> list[str]:
