@@ -47,9 +47,11 @@ BELOW = {
     },
     "rows": {"messages", "privacy", "likelihoods", ""},
     "auditing": {"likelihoods", "methods", "posteriors", "priors", "privacy", "training"},
+    "progress": {"privacy"},
     "computed": set(),
     "checkpoint": {"computed", "privacy"},
     "training": {
+        "progress",
         "checkpoint",
         "messages",
         "privacy",

@@ -8,12 +8,9 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import math
 import os
 import secrets
-import signal
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,7 +31,6 @@ from dpbnn.mixtures import GaussianMixture, checked_points
 from dpbnn.networks import LearnedNoise
 from dpbnn.posteriors import Posterior
 from dpbnn.priors import Gaussian, Prior
-from dpbnn.privacy.accountants import accountant
 from dpbnn.privacy.bayesian import BayesianAccountant
 from dpbnn.privacy.checks import check_count, check_one_process, first_line, quoted
 from dpbnn.privacy.events import Event
@@ -42,9 +38,10 @@ from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.keys import ratchet
 from dpbnn.privacy.ledger import Attempt, Ledger
 from dpbnn.privacy.noise import NoiseSource
-from dpbnn.privacy.plan import Plan, round_up
+from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.sampling import FROZEN_KEY
 from dpbnn.privacy.statement import PrivacyStatement
+from dpbnn.progress import deferred_interrupt, progress_bar
 from dpbnn.rows import Rows, checked_rows
 
 __all__ = ["fit", "load"]
@@ -427,7 +424,10 @@ class _Run:
             key=self.keys.sampling,
             records=len(self.x),
         )
-        with _bar(plan, self.step, progress) as advance, _deferred_interrupt() as interrupted:
+        with (
+            progress_bar(plan, self.step, progress) as advance,
+            deferred_interrupt() as interrupted,
+        ):
             for batch in batches:
                 self._one(batch)
                 self.keys.advance(self.gate.noise.key)
@@ -523,78 +523,3 @@ class _Run:
         if "random.cuda" in state:
             torch.cuda.set_rng_state(state["random.cuda"].cpu(), self.x.device)
         self.step, self.run, self.label = checkpoint.step, checkpoint.run, checkpoint.label
-
-
-@contextlib.contextmanager
-def _deferred_interrupt() -> Iterator[Callable[[], BaseException | None]]:
-    """Hold the first Ctrl-C, or request to end, back until a step is complete.
-
-    A second one acts at once.
-    """
-    seen: list[BaseException] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
-
-    def note(number: int, frame: object) -> None:
-        wish = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
-        if seen:
-            raise wish
-        seen.append(wish)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: seen[0] if seen else None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _bar(plan: Plan, start: int, wanted: bool) -> Iterator[Callable[[int], None]]:
-    """Show steps, an upper bound on the epsilon spent so far, and the time left.
-
-    On a terminal that is a bar, elsewhere a line four times in a run.
-    """
-    if not wanted:
-        yield lambda step: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    marks = {math.ceil(plan.steps * i / 4): 0.0 for i in (1, 2, 3)}
-    marks[plan.steps] = round_up(plan.epsilon, 3) if plan.private else math.inf
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-        TextColumn("{task.fields[spent]}"),
-        TimeRemainingColumn(),
-    )
-
-    def spent(step: int) -> str:
-        if not plan.private:
-            return "not private"
-        mark = min(m for m in marks if m >= step)
-        if not marks[mark]:
-            runs, left = [], mark
-            for sigma, count in plan.noise_multipliers:
-                runs.append((sigma, min(count, left)))
-                left -= runs[-1][1]
-            part = dataclasses.replace(plan, noise_multipliers=tuple(r for r in runs if r[1]))
-            cost = accountant(plan.accountant).epsilon(part.events, plan.delta, plan.relation)
-            marks[mark] = round_up(cost, 3)
-        return f"epsilon <= {marks[mark]}"
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-
-        def line(step: int) -> None:
-            if step in marks:
-                print(f"training: step {step}/{plan.steps}, {spent(step)}", file=sys.stderr)
-
-        yield line
-        return
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=plan.steps, completed=start, spent=spent(max(1, start)))
-        yield lambda step: bar.update(task, completed=step, spent=spent(step))
