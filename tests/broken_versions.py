@@ -712,7 +712,7 @@ def seeded_noise_is_recorded_as_noise(patch: Patch) -> None:
 
 
 def keys_serve_any_function(patch: Patch) -> None:
-    patch.setattr(checkpoint.Keys, "bind", lambda self, **parts: None)
+    patch.setattr(checkpoint.Keys, "bind", lambda self, trained, **parts: None)
 
 
 def keys_never_move_on(patch: Patch) -> None:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,15 @@ class Keys:
         text = json.dumps(self.bound, sort_keys=True).encode()
         return hashlib.blake2b(text, key=self.salt, digest_size=16).hexdigest()
 
-    def bind(self, **parts: Any) -> None:
-        """Bind new keys to what they are used for; raise where keys are bound to something else."""
-        found = {name: digest(value, self.salt) for name, value in parts.items()}
+    def bind(self, trained: Iterable[Tensor], **parts: Any) -> None:
+        """Bind new keys to what they are used for; raise where keys are bound to something else.
+
+        Args:
+            trained: the tensors that the run trains, whose values count in nothing.
+            **parts: what is computed, and from what.
+        """
+        trained = list(trained)
+        found = {name: digest(value, self.salt, trained) for name, value in parts.items()}
         if self.bound and self.bound != found:
             other = " and ".join(name for name in found if found[name] != self.bound.get(name))
             raise ValueError(

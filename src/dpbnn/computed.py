@@ -7,11 +7,16 @@ to anything, also to the data; so the digest has a secret key, and says nothing 
 
 from __future__ import annotations
 
+import builtins
+import copyreg
 import dataclasses
-import functools
 import hashlib
+import secrets
+import sys
+import sysconfig
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,128 +25,202 @@ from torch import Tensor, nn
 
 __all__ = ["digest"]
 
-_OF_MODULES = set(vars(nn.Module()))  # parameters, buffers, submodules and hooks, by torch's names
-_LEFT_OUT = {"folder"}  # settings that say where files go, and nothing of what is computed
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_WRAPPED = {
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget", "fset", "fdel"),
+    types.MethodType: ("__func__", "__self__"),
+    types.BuiltinMethodType: ("__name__", "__self__"),
+    types.MethodWrapperType: ("__name__", "__self__"),
+}
+_OF_CLASSES = {
+    "__dict__", "__weakref__", "__doc__", "__module__", "__slotnames__", "_abc_impl",
+    "__firstlineno__", "__static_attributes__",
+}  # fmt: skip
+_HEAP = 1 << 9  # flag of classes that were made by Python code
+_INSTALLED = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {str(Path(__file__).parent), "<frozen"}
+)
 
 
-def digest(value: Any, key: bytes) -> str:
+def digest(value: Any, key: bytes, trained: Iterable[Tensor] = ()) -> str:
     """Return a keyed digest of a value: equal where the same is computed, in another process too.
 
-    Functions count by their code, what they close over and the globals they read; objects by their
-    class and attributes; networks by their modules, frozen tensors and buffers, and the names and
-    shapes of their trainable parameters (whose values are trained).
+    Functions count by their code, what they close over and the globals they read, nested ones too;
+    objects by their classes, with what these inherit, and their attributes. The code of installed
+    packages counts by name. What cannot be read makes a digest that never comes again.
 
     Args:
         value: anything.
         key: secret, up to 64 bytes.
+        trained: tensors whose values are trained: they count by shape alone.
     """
-    return _Digest(key).of(value)
+    return _Digest(key, {id(tensor) for tensor in trained}).of(value)
 
 
 class _Digest:
     """Feeds values to a hash; what was seen before is fed as a reference."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, trained: set[int]) -> None:
+        self._key, self._trained = key, trained
         self._hash = hashlib.blake2b(key=key, digest_size=16)
-        self._seen: dict[int, Any] = {}
+        self._seen: dict[int, tuple[int, Any]] = {}
 
     def of(self, value: Any) -> str:
-        self._feed(value)
+        try:
+            self._feed(value)
+        except RecursionError:
+            self._unknown()
         return self._hash.hexdigest()
+
+    def _unknown(self) -> None:
+        self._text("unknown", secrets.token_hex(16))
 
     def _text(self, *words: object) -> None:
         for word in words:
-            data = str(word).encode()
+            data = str(word).encode("utf-8", "surrogatepass")
             self._hash.update(len(data).to_bytes(8, "big") + data)
 
     def _feed(self, value: Any) -> None:
         kind = type(value)
-        if value is None or kind in (bool, int, float, complex, str, bytes):
+        if kind in _PLAIN:
             self._text(kind.__name__, repr(value))
             return
-        if id(value) in self._seen:
-            self._text("again", list(self._seen).index(id(value)))
+        if isinstance(value, _NAMED):
+            self._text(value)
             return
-        self._seen[id(value)] = value
+        if id(value) in self._seen:
+            self._text("again", self._seen[id(value)][0])
+            return
+        self._seen[id(value)] = len(self._seen), value  # with the value, which so stays alive
+        wrapped = next((names for own, names in _WRAPPED.items() if isinstance(value, own)), None)
         if isinstance(value, Tensor):
-            self._feed(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy())
-            self._text(value.dtype, tuple(value.shape))
-        elif isinstance(value, np.ndarray | np.generic):
+            self._tensor(value)
+        elif isinstance(value, np.ndarray | np.generic) and value.dtype != object:
             self._text(value.dtype, value.shape, hashlib.sha256(value.tobytes()).hexdigest())
-        elif isinstance(value, nn.Module):
-            self._network(value)
-        elif isinstance(value, Mapping):
-            self._text("mapping", len(value))
-            for key, item in value.items():
-                self._feed(key)
-                self._feed(item)
-        elif isinstance(value, list | tuple | set | frozenset):
-            ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-            self._text(kind.__name__, len(value))
-            for item in ordered:
-                self._feed(item)
-        elif isinstance(value, types.MethodType):
-            self._feed((value.__func__, value.__self__))
-        elif isinstance(value, functools.partial):
-            self._feed((value.func, value.args, value.keywords))
+        elif isinstance(value, Mapping) and kind.__module__ in ("builtins", "collections"):
+            self._all("mapping", (part for pair in value.items() for part in pair))
+        elif kind in (list, tuple):
+            self._all(kind.__name__, value)
+        elif kind in (set, frozenset):
+            parts = (_Digest(self._key, self._trained).of(part) for part in value)
+            self._all(kind.__name__, sorted(parts))
         elif isinstance(value, types.FunctionType):
             self._function(value)
-        elif isinstance(value, type | types.ModuleType | types.BuiltinFunctionType):
-            self._named(value)
-        elif dataclasses.is_dataclass(value):
-            self._named(kind)
-            self._feed({f.name: getattr(value, f.name) for f in dataclasses.fields(value)
-                        if f.name not in _LEFT_OUT})  # fmt: skip
+        elif isinstance(value, types.CodeType):
+            self._code(value)
+        elif isinstance(value, types.ModuleType):
+            self._text("module", value.__name__)
+        elif isinstance(value, type):
+            self._class(value)
+        elif wrapped is not None:
+            self._all(kind.__name__, (getattr(value, name) for name in wrapped))
         else:
-            self._named(kind)
-            self._feed(getattr(value, "__dict__", None))
+            self._object(value)
 
-    def _named(self, value: Any) -> None:
-        """Feed a class, module or built-in by name; a user's class with its functions too."""
-        module = getattr(value, "__module__", None) or ""
-        self._text("name", module, getattr(value, "__qualname__", getattr(value, "__name__", "")))
-        if isinstance(value, type) and not _installed(module):
-            self._feed({k: v for k, v in vars(value).items() if isinstance(v, types.FunctionType)})
+    def _all(self, name: str, parts: Iterable[Any]) -> None:
+        self._text(name)
+        for part in parts:
+            self._feed(part)
+        self._text("end")
+
+    def _tensor(self, value: Tensor) -> None:
+        self._text("tensor", value.dtype, tuple(value.shape), value.requires_grad)
+        if id(value) not in self._trained:
+            flat = value.detach().cpu().reshape(-1).contiguous()
+            self._text(hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest())
+
+    def _class(self, value: type) -> None:
+        self._text("class", value.__module__, value.__qualname__)
+        if _installed(value):
+            return
+        for kind in value.__mro__:
+            if not _installed(kind):
+                own = {k: v for k, v in vars(kind).items() if k not in _OF_CLASSES}
+                self._all(kind.__qualname__, (part for pair in own.items() for part in pair))
 
     def _function(self, value: types.FunctionType) -> None:
-        self._text("function", value.__module__, value.__qualname__)
-        if _installed(value.__module__):
+        self._text("function", value.__qualname__)
+        if _installed(value):
+            self._text(value.__module__)
             return
-        self._code(value.__code__)
-        self._feed(value.__defaults__)
-        self._feed(value.__kwdefaults__)
+        names = list(_names(value.__code__))
+        self._all("code", (value.__code__, value.__defaults__, value.__kwdefaults__, vars(value)))
         for cell in value.__closure__ or ():
             try:
                 self._feed(cell.cell_contents)
             except ValueError:
                 self._text("empty cell")
-        for name in value.__code__.co_names:
-            found = value.__globals__.get(name)
-            if not isinstance(found, types.ModuleType):
-                self._feed(found)
+        for name in dict.fromkeys(names):
+            found = value.__globals__.get(name, getattr(builtins, name, None))
+            self._feed(found)
+            if isinstance(found, types.ModuleType) and not _installed(found):
+                self._all(
+                    name, (getattr(found, n) for n in dict.fromkeys(names) if hasattr(found, n))
+                )
 
     def _code(self, code: types.CodeType) -> None:
-        self._text(code.co_code.hex(), code.co_names, code.co_varnames)
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                self._code(constant)
-            else:
-                self._text(repr(constant))
+        self._text(code.co_code.hex(), code.co_names, code.co_varnames, code.co_freevars)
+        self._all("constants", code.co_consts)
 
-    def _network(self, network: nn.Module) -> None:
-        for path, module in network.named_modules():
-            self._text("module", path)
-            self._named(type(module))
-            self._feed({k: v for k, v in vars(module).items() if k not in _OF_MODULES})
-        for name, parameter in network.named_parameters():
-            self._text(name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
-            if not parameter.requires_grad:
-                self._feed(parameter)
-        for name, buffer in network.named_buffers():
-            self._text(name)
-            self._feed(buffer)
+    def _object(self, value: Any) -> None:
+        """Feed an object by its class, its attributes, and what a copy is made from."""
+        self._feed(type(value))
+        slots = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+        own = {**slots, **getattr(value, "__dict__", {})}
+        if dataclasses.is_dataclass(value) and _installed(type(value)):
+            own.pop("folder", None)  # says where files go, and nothing of what is computed
+        self._all("attributes", (part for pair in own.items() for part in pair))
+        if isinstance(value, nn.Module):
+            return
+        try:
+            reduce = copyreg.dispatch_table.get(type(value))
+            made = reduce(value) if reduce is not None else value.__reduce_ex__(4)
+        except Exception:
+            self._unknown()
+            return
+        parts = made if isinstance(made, str) else made[:2] + tuple(map(_listed, made[2:]))
+        self._feed(parts)
 
 
-def _installed(module: str | None) -> bool:
-    """Say whether a module belongs to a library, whose code does not change between two runs."""
-    return (module or "").partition(".")[0] in ("torch", "numpy", "scipy", "dpbnn", "builtins")
+def _listed(part: Any) -> Any:
+    return list(part) if isinstance(part, Iterator) else part
+
+
+def _slots(kind: type) -> list[str]:
+    found = []
+    for own in kind.__mro__:
+        given = vars(own).get("__slots__", ())
+        for name in [given] if isinstance(given, str) else given:
+            mangled = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{own.__name__.lstrip('_')}{name}" if mangled else name)
+    return found
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yield the global and attribute names that code reads, in nested functions too."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _installed(value: Any) -> bool:
+    """Say whether code belongs to an installed package or to dpbnn, told by its files."""
+    if isinstance(value, types.FunctionType):
+        return value.__code__.co_filename.startswith(_INSTALLED)
+    if isinstance(value, type):
+        functions = (f for f in vars(value).values() if isinstance(f, types.FunctionType))
+        own = [function.__code__.co_filename for function in functions]
+        if not value.__flags__ & _HEAP:
+            return True
+        module = sys.modules.get(value.__module__)
+        ours = all(file.startswith((*_INSTALLED, "<")) for file in own)
+        return module is not None and ours and _installed(module)
+    file = getattr(value, "__file__", None)
+    if file is None:
+        return value.__name__ in sys.builtin_module_names
+    return bool(file.startswith(_INSTALLED))

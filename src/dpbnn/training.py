@@ -373,6 +373,7 @@ class _Run:
         keys = keys or Keys.new(FROZEN_KEY.get())
         if self.folder is not None:
             keys.bind(
+                [p for p in self.network.parameters() if p.requires_grad],
                 settings=self.settings,
                 method=self.method,
                 plan=self.plan.to_dict(),
@@ -380,7 +381,9 @@ class _Run:
                 likelihood=self.watch.likelihood,
                 prior=self.prior,
                 data=(self.x, self.y, self.rows.kept),
-                rest=(self.seed, self.microbatch_size, self.x.device.type),
+                seed=self.seed,
+                microbatch_size=self.microbatch_size,
+                device=self.x.device.type,
             )
         return keys
 

@@ -262,7 +262,7 @@ def scaled(factor):
         o, lambda step: factor))  # fmt: skip
 
 
-PARTS = ("prior", "likelihood", "method", "data", "rest")
+PARTS = ("prior", "likelihood", "method", "data", "microbatch_size")
 CHANGES = {
     "prior": ({"prior": dpbnn.Gaussian(1.0)}, {"prior": dpbnn.Gaussian(2.0)}),
     "likelihood": ({"likelihood": Doubled(1.0)}, {"likelihood": Doubled(2.0)}),
@@ -275,7 +275,7 @@ CHANGES = {
     "frozen weights": ({"model": frozen(1.0)}, {"model": frozen(2.0)}),
     "method": ({"method": scaled(1.0)}, {"method": scaled(0.5)}),
     "data": ({"data": dataset()}, {"data": dataset(1e-3)}),
-    "rest": ({"microbatch_size": 4}, {"microbatch_size": 5}),
+    "microbatch_size": ({"microbatch_size": 4}, {"microbatch_size": 5}),
 }
 
 
