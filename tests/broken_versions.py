@@ -697,7 +697,7 @@ def all_orders_are_one_partition(patch: Patch) -> None:
 
 
 def charges_serve_any_attempt(patch: Patch) -> None:
-    def covered(self, attempt, step):
+    def covered(self, attempt, step, clip=None):
         return [2.0] * max(0, self.releases - step)
 
     patch.setattr(Ledger, "covered", covered)
@@ -730,7 +730,11 @@ def folders_are_not_locked(patch: Patch) -> None:
 
 
 def beside_is_left_to_others(patch: Patch) -> None:
-    patch.setattr(training._Run, "_unpaid", lambda self, ledger: ())
+    def made(original, self):
+        original(self)
+        self.beside_paid = True
+
+    around(patch, training._Run, "__post_init__", made)
 
 
 def what_is_unknown_is_called_private(patch: Patch) -> None:
@@ -1184,3 +1188,32 @@ def dense_sums_are_float32(patch: Patch) -> None:
 
 def the_clip_leaves_no_room_for_sums(patch: Patch) -> None:
     the_clip_leaves_no_room_for_rounding(patch)
+
+
+def what_was_interrupted_is_kept(patch: Patch) -> None:
+    patch.setattr(Ledger, "_forget", lambda self: None)
+    patch.setattr(
+        Ledger, "__init__",
+        lambda self, *a, original=Ledger.__init__, **k: (
+            _emptied(self), original(self, *a, **k))[1],
+    )  # fmt: skip
+    patch.setattr(Ledger, "_next", lambda self, known, number: number)
+
+
+def _emptied(book: Ledger) -> None:
+    book._mechanisms, book._attempts, book._entries = {}, {}, []
+    book._lost, book._allowance = False, (None, 0, 0)
+
+
+def repairs_move_the_files_first(patch: Patch) -> None:
+    def rewrite(original, self, content, more, mark):
+        for part in (self.path, self.head_path):
+            if part.exists():
+                os.replace(part, part.with_name(f"{part.name}.damaged-{mark}"))
+        original(self, content, more, mark)
+
+    around(patch, ledger_file.LedgerFile, "rewrite", rewrite)
+
+
+def forked_runs_go_on(patch: Patch) -> None:
+    patch.setattr(training._Run, "_check_process", lambda self: None)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dpbnn.computed import digest
+from dpbnn.privacy.checks import first_line
 from dpbnn.privacy.keys import ratchet
 from dpbnn.privacy.locks import lock, sync_folder, unlock
 
@@ -157,7 +158,12 @@ class RunFolder:
         checkpoint = make()
         names = ("step", "run", "label", "ledger", "head", "settings")
         meta = {name: str(getattr(checkpoint, name)) for name in names}
-        _replace(self.state_file, lambda path: save_file(checkpoint.tensors, path, metadata=meta))
+        try:
+            _replace(
+                self.state_file, lambda path: save_file(checkpoint.tensors, path, metadata=meta)
+            )
+        except SafetensorError as error:
+            raise OSError(f"{self.state_file} cannot be written: {first_line(error)}") from None
         if keys is not None:
             values = {
                 **dataclasses.asdict(keys),
@@ -194,8 +200,10 @@ def folder_lock(path: Path) -> Iterator[None]:
 
     Two runs in one folder would overwrite each other's checkpoints and repeat each other's noise.
     """
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path}: is a file; give a folder")
     path.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    fd, process = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600), os.getpid()
     try:
         if not lock(fd, wait=False):
             raise ValueError(
@@ -205,7 +213,8 @@ def folder_lock(path: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            unlock(fd)
+            if os.getpid() == process:  # a forked process shares the lock, and leaves it alone
+                unlock(fd)
     finally:
         os.close(fd)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import copyreg
-import dataclasses
 import hashlib
 import secrets
 import sys
@@ -171,8 +170,6 @@ class _Digest:
         self._feed(type(value))
         slots = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
         own = {**slots, **getattr(value, "__dict__", {})}
-        if dataclasses.is_dataclass(value) and _installed(type(value)):
-            own.pop("folder", None)  # says where files go, and nothing of what is computed
         self._all("attributes", (part for pair in own.items() for part in pair))
         if isinstance(value, nn.Module):
             return

@@ -169,6 +169,7 @@ def new_run(out: Path, *, overwrite: bool, ledger: Path | None = None) -> Iterat
         raise ValueError(f"{out}: exists already and is no run; give another folder")
     made = not out.exists()
     own = out / LEDGER
+    kept = own.exists() or (out / HEAD).exists()
     with folder_lock(out):
         try:
             _check_place(out, overwrite)
@@ -182,9 +183,9 @@ def new_run(out: Path, *, overwrite: bool, ledger: Path | None = None) -> Iterat
                 yield Workspace(Path(partial), ledger or own, ledger is None, named)
                 _put_in_place(Path(partial), out)
         except BaseException:
-            if own.is_file() and not (out / MANIFEST).exists() and not Ledger(own).releases:
-                for part in out.glob(f"{LEDGER}*"):
-                    part.unlink()
+            if not kept and own.is_file() and Ledger(own).untouched:
+                own.unlink()
+                (out / HEAD).unlink()
             if made and all(part.name == LOCK for part in out.iterdir()):
                 shutil.rmtree(out)
             raise
@@ -203,7 +204,11 @@ def _check_place(out: Path, overwrite: bool) -> None:
     there = {part.name for part in out.iterdir()} - {LOCK}
     if there and not there & {MANIFEST, LEDGER, HEAD}:
         raise ValueError(f"{out}: exists already and is no run; give another folder")
-    if there and not overwrite and ((out / MANIFEST).exists() or Ledger(out / LEDGER).releases):
+    if (
+        there
+        and not overwrite
+        and ((out / MANIFEST).exists() or not Ledger(out / LEDGER).untouched)
+    ):
         raise ValueError(
             f"{out}: holds a run already; give another folder, or --overwrite to replace it (what "
             f"it has spent stays in its ledger)"

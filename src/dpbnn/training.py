@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,15 +111,15 @@ def fit(
         debug_seed: seeds noise and sampling; the statement then says "debug: not private".
         accountants: Bayesian accountants that observe the clipped norms of every release. What
             they estimate is raw: it is in no statement and in nothing that is saved.
-        beside_paid: the caller charges what the plan has beside it to `ledger` itself. Otherwise
-            it is charged here, but for what the given ledger holds already.
+        beside_paid: the caller charges what the plan has beside it to `ledger`, as private
+            statistics do that were given the same ledger. Otherwise it is charged here.
     """
     check_one_process()
     if method is None or plan is None:
         raise ValueError(
             "method and plan: both are needed, such as method=dpbnn.SGLD(...), plan=plan"
         )
-    check_kinds(model=model, method=method, plan=plan, prior=prior, device=device)
+    check_kinds(model=model, method=method, plan=plan, prior=prior, device=device, ledger=ledger)
     check_count(checkpoint_every=checkpoint_every, microbatch_size=microbatch_size)
     check_count(0, tuning_runs=tuning_runs)
     prior = Gaussian(1.0) if prior is None else prior
@@ -205,6 +204,7 @@ def check_kinds(**given: Any) -> None:
         "method": (Method, "a method's settings, such as dpbnn.SGLD(learning_rate=1e-5)"),
         "plan": (Plan, "what dpbnn.plan(...) or dpbnn.open_plan(...) returns"),
         "prior": (Prior, "a prior, such as dpbnn.Gaussian(1.0)"),
+        "ledger": (Ledger, "a ledger, such as dpbnn.Ledger('ledger.jsonl')"),
     }
     for name, value in given.items():
         if name in kinds and value is not None and not isinstance(value, kinds[name][0]):
@@ -251,7 +251,7 @@ class _Run:
         plan, method = self.plan, self.method
         self.x, self.y = self.rows.x, self.rows.y
         self.sigmas = [sigma for sigma, count in plan.noise_multipliers for _ in range(count)]
-        self.step = 0
+        self.step, self.process_id = 0, os.getpid()
         self.run, self.label = secrets.token_hex(8), method.name
         if self.out is not None:
             self.label = f"{method.name}, run {self.run[:8]}"
@@ -289,7 +289,7 @@ class _Run:
             if before is not None:
                 self._restore(before)
             attempt = Attempt(self.run, self.keys.name, self.keys.what)
-            beside = () if before is not None else self._unpaid(ledger)
+            beside = () if before is not None or self.beside_paid else self.plan.beside
             ledger.check((*self._uncharged(ledger, attempt), *beside))
             for observer in self.accountants:
                 observer.begin(self.plan, ledger.spent(self.label) if self.resume else ())
@@ -395,22 +395,6 @@ class _Run:
             for sigma, same in itertools.groupby(self.sigmas[first:])
         ]
 
-    def _unpaid(self, ledger: Ledger) -> tuple[Event, ...]:
-        """Return what the plan has beside the training and the ledger does not hold."""
-        if self.beside_paid:
-            return ()
-        held = Counter[Event]()
-        for event in () if self.ledger is None else ledger.events:
-            held[dataclasses.replace(event, count=1, start=0)] += event.count
-        unpaid = []
-        for event in self.plan.beside:
-            unit = dataclasses.replace(event, count=1, start=0)
-            there = min(held[unit], event.count)
-            held[unit] -= there
-            if event.count > there:
-                unpaid.append(dataclasses.replace(event, count=event.count - there))
-        return tuple(unpaid)
-
     def _noise(self) -> NoiseSource:
         if self.debug_seed is not None:
             return NoiseSource.seeded(self.debug_seed, self.step)
@@ -433,6 +417,7 @@ class _Run:
         ):
             for batch in batches:
                 self._one(batch)
+                self._check_process()
                 self.keys.advance(self.gate.noise.key)
                 advance(self.step)
                 stop = interrupted()
@@ -441,6 +426,13 @@ class _Run:
                 if stop:
                     raise stop
         self._forget_keys()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self.process_id:
+            raise RuntimeError(
+                "fit was forked in the middle of a run, so that two processes would go on with it; "
+                "fork before or after"
+            )
 
     def _forget_keys(self) -> None:
         if self.folder is not None:

@@ -1,5 +1,6 @@
 """Attacks on ledgers: damage, races, costs that nobody charges."""
 
+import contextlib
 import math
 import os
 import signal
@@ -18,6 +19,7 @@ import dpbnn
 from dpbnn.contributions import DenseContributions
 from dpbnn.posteriors import PointPosterior
 from dpbnn.privacy.gate import Gate
+from dpbnn.privacy.ledger_file import Locked
 from dpbnn.runs import new_run
 
 EVENT = dpbnn.FullBatch(100).event(2.0, 40)
@@ -141,6 +143,100 @@ def test_item_36_a_whole_ledger_is_left_alone_by_a_repair(tmp_path):
     assert path.read_bytes() == content
 
 
+class Stopped(BaseException):
+    """An interrupt, or the end of the process."""
+
+
+def stops(function):
+    """Call a function and be interrupted right after it."""
+
+    def call(*arguments, **options):
+        function(*arguments, **options)
+        raise Stopped
+
+    return call
+
+
+@fails_on(36, broken.what_was_interrupted_is_kept, place="append")
+@pytest.mark.parametrize("place", ["append", "read"])
+def test_item_36_an_interrupt_between_file_and_memory_loses_nothing(place, tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    book = dpbnn.Ledger(path)
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Locked, place, stops(getattr(Locked, place)))
+            with pytest.raises(Stopped):
+                book.spend(dpbnn.FullBatch(10).event(50.0))
+    for _ in range(20):
+        book.spend(dpbnn.FullBatch(10).event(1.0))
+    again = dpbnn.Ledger(path)
+    assert again.events == book.events
+    assert again.epsilon(1e-5) >= dpbnn.ACCOUNTANTS["exact"].epsilon(
+        [dpbnn.FullBatch(10).event(1.0, 20)], 1e-5
+    )
+
+
+@fails_on(36, broken.repairs_move_the_files_first)
+def test_item_36_a_repair_that_is_interrupted_makes_no_new_ledger(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    spent(path)
+    without_its_head(path)
+    for calls in range(12):
+        left = calls
+
+        def replace(*arguments, real=os.replace):
+            nonlocal left
+            if left == 0:
+                raise Stopped
+            left -= 1
+            real(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "replace", replace)
+            with contextlib.suppress(Stopped, dpbnn.LedgerCorrupted):
+                dpbnn.Ledger.repair(path)
+        try:
+            book = dpbnn.Ledger(path)
+        except dpbnn.LedgerCorrupted:
+            continue
+        assert not book.statement(delta=1e-5).private
+    assert not dpbnn.Ledger.repair(path).statement(delta=1e-5).private
+
+
+def test_item_36_a_run_that_fails_leaves_a_repaired_ledger_alone(tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    spent(out / "ledger.jsonl")
+    with_its_header_alone(out / "ledger.jsonl")
+    without_its_head(out / "ledger.jsonl")
+    assert not dpbnn.Ledger.repair(out / "ledger.jsonl").statement(delta=1e-5).private
+    with pytest.raises(ValueError, match="holds a run already"), new_run(out, overwrite=False):
+        pass
+    again = new_run(out, overwrite=True)
+    again.__enter__()
+    fail(again)
+    assert not dpbnn.Ledger(out / "ledger.jsonl").statement(delta=1e-5).private
+
+
+def test_item_36_a_statement_takes_no_epsilon_from_its_caller():
+    book = dpbnn.Ledger(delta=1e-5)
+    book.spend(EVENT)
+    gate = Gate(1.0, 1.0, ledger=book)
+    for state in (book.statement, gate.statement):
+        with pytest.raises(ValueError, match="epsilon: the entries say that"):
+            state(epsilon=0.01)
+
+
+def test_item_36_what_was_lost_is_not_forgotten_by_a_calibration(tmp_path):
+    x, y = dataset()
+    book = dpbnn.Ledger(tmp_path / "ledger.jsonl", epsilon=20.0, delta=1e-5)
+    posterior = fit(ledger=book)
+    without_its_head(book.path)
+    posterior.privacy = dpbnn.Ledger.repair(book.path).statement()
+    assert posterior.privacy.private
+    assert not dpbnn.recalibrate(posterior, (x, y), 1.0, 1e-5).privacy.private
+
+
 # 37: overlapping and killed runs
 
 
@@ -215,10 +311,13 @@ def test_item_47_what_the_plan_has_beside_it_is_charged_to_any_ledger(tmp_path):
     posterior = fit(plan=joint, ledger=other)
     assert posterior.privacy.epsilon == pytest.approx(joint.epsilon)
     assert other.releases == STEPS + 1
-    # What the given ledger holds already is not charged again.
+    # Equal events of another run pay for nothing; the caller may say that he has paid.
+    assert fit(plan=joint, ledger=other).privacy.epsilon > joint.epsilon
+    assert other.releases == 2 * (STEPS + 1)
     paid = dpbnn.Ledger()
     paid.spend(statistics().own_events[0])
-    assert fit(plan=joint, ledger=paid).privacy.epsilon == pytest.approx(joint.epsilon)
+    posterior = fit(plan=joint, ledger=paid, beside_paid=True)
+    assert posterior.privacy.epsilon == pytest.approx(joint.epsilon)
     assert paid.releases == STEPS + 1
 
 

@@ -72,7 +72,7 @@ def test_item_35_a_ledger_in_memory_serves_the_run_that_began_with_it(tmp_path):
 
 
 @fails_on(38, broken.observed_releases_leave_no_mark)
-def test_item_38_nothing_that_was_observed_is_called_private():
+def test_item_38_nothing_that_was_observed_is_called_private(tmp_path):
     statements = []
 
     def run(values):
@@ -92,6 +92,11 @@ def test_item_38_nothing_that_was_observed_is_called_private():
     dpbnn.replay(train, dataset(), dataset())
     statements += [posterior.privacy for posterior in posteriors]
     assert len(statements) == 9
+    kept = dpbnn.Ledger(tmp_path / "ledger.jsonl", delta=1e-5)
+    dpbnn.replay(
+        lambda v: Gate(1.0, 1.0, ledger=kept)(DenseContributions(v)), *[torch.ones(4, 2)] * 2
+    )
+    statements += [kept.statement(), dpbnn.Ledger(kept.path).statement()]
     for statement in statements:
         assert not statement.private
         assert math.isinf(statement.epsilon)
@@ -176,6 +181,31 @@ def test_item_41_a_forked_gate_has_reserved_nothing(tmp_path):
     for _ in range(5):
         gate(DenseContributions(torch.zeros(1, 1)))
     assert ledger.releases == 20
+
+
+@fails_on(41, broken.forked_runs_go_on)
+def test_item_41_a_run_that_was_forked_goes_on_in_one_process_alone(tmp_path):
+    children = []
+    update = dpbnn.methods.sgd.SGDProcess.update
+
+    def fork(self, release):
+        update(self, release)
+        if self.steps == 3 and not children:
+            children.append(os.fork())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dpbnn.methods.sgd.SGDProcess, "update", fork)
+        status = 1
+        try:
+            fit(out=tmp_path)
+            status = 0
+        except RuntimeError as error:
+            status = 7 if "fit was forked" in str(error) else 2
+        finally:
+            if children and children[0] == 0:
+                os._exit(status)
+    assert status == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 7
 
 
 def test_item_41_a_forked_ledger_in_memory_is_refused():

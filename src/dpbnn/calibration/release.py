@@ -120,6 +120,9 @@ class Budget:
             return own
         if before is None:
             return PrivacyStatement.not_private(UNKNOWN)
+        held = sum(m["releases"] for m in before.mechanisms if m.get("ledger") == self.ledger.id)
+        if held + self.plan.steps > self.ledger.releases or not before.complete:
+            return PrivacyStatement.not_private("the ledger lacks releases of the training")
         missing = [m for m in before.mechanisms if m.get("ledger") != self.ledger.id]
         if not missing:
             return dataclasses.replace(

@@ -329,7 +329,8 @@ class PrivateBayes(BaseEstimator):
     def _given_ledger(self) -> Ledger | None:
         if self.ledger is None or isinstance(self.ledger, Ledger):
             return self.ledger
-        return Ledger(self.ledger) if Path(self.ledger).exists() else None
+        there = Path(self.ledger).exists() and Path(self.ledger).stat().st_size
+        return Ledger(self.ledger) if there else None
 
     def _ledger(self, delta: float) -> Ledger:
         """Return the ledger; a new file gets this estimator's epsilon and delta as its budget."""

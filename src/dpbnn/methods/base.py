@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -183,7 +185,10 @@ class Method(ABC):
 
 
 def _name(value: Any) -> str:
-    return getattr(value, "__name__", None) or repr(value)
+    """Return a name that is the same in another process."""
+    if isinstance(value, functools.partial):
+        return f"partial({_name(value.func)}, {value.args}, {value.keywords})"
+    return getattr(value, "__name__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -169,7 +169,8 @@ class Gate:
         self.attempt = Attempt.new() if attempt is None else attempt
         check_relation(self._event(self.noise_multiplier, 1, step), self.ledger.relation)
         charged = attempt is not None and self.noise.private
-        self._reserved = deque(self.ledger.covered(self.attempt, step) if charged else ())
+        known = self.ledger.covered(self.attempt, step, self.clip) if charged else ()
+        self._reserved = deque(known)
 
     @property
     def sensitivity(self) -> float:

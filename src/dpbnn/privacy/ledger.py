@@ -10,14 +10,14 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, SupportsIndex
 
 from dpbnn.privacy import accountants
 from dpbnn.privacy.checks import check_numbers
 from dpbnn.privacy.events import Event, check_relation
-from dpbnn.privacy.ledger_file import LedgerCorrupted, LedgerFile
+from dpbnn.privacy.ledger_file import LedgerCorrupted, LedgerFile, Locked
 from dpbnn.privacy.plan import round_up
 from dpbnn.privacy.relation import Relation
 from dpbnn.privacy.statement import PrivacyStatement
@@ -113,7 +113,7 @@ class Ledger:
             raise ValueError("delta: missing; a budget needs both epsilon and delta")
         if accountant is not None:
             accountants.accountant(accountant)
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else Path(path).absolute()
         self._header: dict[str, Any] = {
             "dpbnn_ledger": SCHEMA,
             "id": secrets.token_hex(16),
@@ -123,12 +123,9 @@ class Ledger:
             "accountant": accountant,
         }
         self._guard, self._process = threading.RLock(), os.getpid()
-        self._mechanisms: dict[_Mechanism, int] = {}
-        self._attempts: dict[Attempt, int] = {}
-        self._entries: list[_Spend] = []
-        self._lost = self._observed = False
-        self._allowance: tuple[Event | None, int, int] = (None, 0, 0)
+        self._inside = self._observed = False
         self._file = None if self.path is None else LedgerFile(self.path)
+        self._forget()
         if self._file is not None:
             self._open(self._file, given=relation is not None)
 
@@ -171,6 +168,11 @@ class Ledger:
         return tuple(event for event, _ in self._refresh())
 
     @property
+    def untouched(self) -> bool:
+        """Whether nothing was ever recorded, lost or observed."""
+        return not self._refresh() and not self._lost and not self._observed
+
+    @property
     def releases(self) -> int:
         """Number of releases recorded."""
         return sum(event.count for event in self.events)
@@ -190,15 +192,22 @@ class Ledger:
                     found.update(range(entry.step, entry.step + entry.count))
             return len(found)
 
-    def covered(self, attempt: Attempt, step: int) -> list[float]:
-        """Return the sigmas of the steps from `step` on that are charged to an attempt already."""
+    def covered(self, attempt: Attempt, step: int, clip: float | None = None) -> list[float]:
+        """Return the sigmas of the steps from `step` on that are charged to an attempt already.
+
+        Args:
+            attempt: who makes them.
+            step: the first of them.
+            clip: of the releases; None for any.
+        """
         with self._mine():
             self._refresh()
-            sigmas = [mechanism.event.noise_multiplier for mechanism in self._mechanisms]
+            mechanisms = list(self._mechanisms)
             charged = {
-                entry.step + i: sigmas[entry.mechanism]
+                entry.step + i: mechanisms[entry.mechanism].event.noise_multiplier
                 for entry in self._entries
                 if entry.attempt == self._attempts.get(attempt)
+                and clip in (None, mechanisms[entry.mechanism].clip)
                 for i in range(entry.count)
             }
         found = []
@@ -225,6 +234,9 @@ class Ledger:
         what they can have been.
         """
         spends, delta = self._refresh(), self._delta(delta)
+        own = {"epsilon", "relation", "labels", "clip", "ledger"} & details.keys()
+        if own:
+            raise ValueError(f"{', '.join(sorted(own))}: the entries say that; leave it out")
         if self._observed:
             return PrivacyStatement.not_private(
                 "releases were observed or replayed, and are in no ledger"
@@ -235,7 +247,7 @@ class Ledger:
             lost = "entries of the ledger were lost; its whole budget counts as spent"
             details = {**details, "epsilon": self.epsilon(delta)}
             details["caveats"] = (*details.get("caveats", ()), lost)
-        return PrivacyStatement.of(
+        statement = PrivacyStatement.of(
             [event for event, _ in spends],
             delta=delta,
             relation=self.relation,
@@ -244,9 +256,12 @@ class Ledger:
             ledger=self.id,
             **{"accountant": self._header["accountant"], **details},
         )
+        return dataclasses.replace(statement, complete=not self._lost)
 
     def observe(self) -> None:
-        """Note that releases were made that are not recorded; no statement is private then."""
+        """Note, durably, that releases were made that are not recorded: nothing is private then."""
+        if not self._observed and self._file is not None:
+            self._mark({"observed": True})
         self._observed = True
 
     def spend(
@@ -277,8 +292,7 @@ class Ledger:
         with self._mine(), contextlib.ExitStack() as stack:
             locked = None
             if self._file is not None:
-                locked = stack.enter_context(self._file.locked(writing=True))
-                self._take(locked.read())
+                locked = stack.enter_context(self._read(self._file, writing=True))
             self._afford(event)
             lines: list[dict[str, Any]] = []
             if mechanism not in self._mechanisms:
@@ -327,14 +341,8 @@ class Ledger:
                 f"from a backup, or count its whole budget as spent and give another path"
             )
         mark = time.strftime("%Y%m%d-%H%M%S") + f"-{secrets.token_hex(2)}"
-        for part in (file.path, file.head_path):
-            if part.exists():
-                os.replace(part, part.with_name(f"{part.name}.damaged-{mark}"))
-        file.rewrite(content)
-        book = cls(path)
-        if not complete:
-            book._lose()
-        return book
+        file.rewrite(content, [] if complete else [{"lost": True}], mark)
+        return cls(path)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Let a copy of a ledger file open the file; refuse copies of one in memory."""
@@ -343,7 +351,17 @@ class Ledger:
                 "a ledger in memory cannot be copied or pickled: the copies would not see each "
                 "other's entries; give it a path"
             )
-        return type(self), (self.path,)
+        return _reopened, (self.path, self.id)
+
+    def _forget(self) -> None:
+        """Begin anew with nothing read; a file is read again from its first line."""
+        self._mechanisms: dict[_Mechanism, int] = {}
+        self._attempts: dict[Attempt, int] = {}
+        self._entries: list[_Spend] = []
+        self._lost = False
+        self._allowance: tuple[Event | None, int, int] = (None, 0, 0)
+        if self._file is not None:
+            self._file.forget()
 
     def _delta(self, delta: float | None) -> float:
         delta = delta if delta is not None else self._header["delta"]
@@ -351,13 +369,11 @@ class Ledger:
             raise ValueError("delta: missing; this ledger was made without one, so pass delta")
         return delta
 
-    def _lose(self) -> None:
-        """Record that entries were lost."""
+    def _mark(self, line: dict[str, Any]) -> None:
         assert self._file is not None
-        with self._mine(), self._file.locked(writing=True) as locked:
-            self._take(locked.read())
-            locked.append([{"lost": True}])
-            self._lost = True
+        with self._mine(), self._read(self._file, writing=True) as locked:
+            locked.append([line])
+            self._take([line], own=True)
 
     def _spends(self) -> list[tuple[Event, _Mechanism]]:
         """Return the entries as events, runs of one mechanism joined."""
@@ -461,15 +477,34 @@ class Ledger:
                     "releases alone; give the ledger a path"
                 )
             self._guard, self._process = threading.RLock(), os.getpid()
+            self._inside = False
         with self._guard:
-            yield
+            try:
+                yield
+            except BaseException:
+                if self._file is not None:
+                    self._forget()  # what was interrupted may have been taken in by half
+                raise
+
+    @contextlib.contextmanager
+    def _read(self, file: LedgerFile, *, writing: bool) -> Iterator[Locked]:
+        """Hold the file's lock, with all entries of others taken in."""
+        if self._inside:
+            raise RuntimeError("a signal handler used the ledger that it has interrupted")
+        self._inside = True
+        try:
+            with file.locked(writing=writing) as locked:
+                self._take(locked.read())
+                yield locked
+        finally:
+            self._inside = False
 
     def _refresh(self) -> list[tuple[Event, _Mechanism]]:
         """Take in what others have recorded and return everything spent."""
         with self._mine():
             if self._file is not None:
-                with self._file.locked(writing=False) as locked:
-                    self._take(locked.read())
+                with self._read(self._file, writing=False):
+                    pass
             return self._spends()
 
     def _take(self, lines: list[dict[str, Any]], *, own: bool = False) -> None:
@@ -488,11 +523,26 @@ class Ledger:
             elif "mechanism" in values:
                 event = Event.from_dict(values["event"])
                 mechanism = _Mechanism(event, values["label"], values["clip"])
-                self._mechanisms[mechanism] = values["mechanism"]
+                self._mechanisms[mechanism] = self._next(self._mechanisms, values["mechanism"])
             elif "attempt" in values:
                 who = {name: values[name] for name in ("run", "key", "what")}
-                self._attempts[Attempt(**who)] = values["attempt"]
+                self._attempts[Attempt(**who)] = self._next(self._attempts, values["attempt"])
+            elif "observed" in values:
+                self._observed = True
             elif "lost" in values:
                 self._lost = True
             else:
                 self._entries.append(_Spend(**values["spend"]))
+
+    def _next(self, known: Mapping[Any, int], number: int) -> int:
+        """Return the number of a new mechanism or attempt, which follows that of the last one."""
+        if number != len(known):
+            raise LedgerCorrupted(f"{self.path}: its entries are numbered wrongly; see a backup")
+        return number
+
+
+def _reopened(path: Path, name: str) -> Ledger:
+    """Return the ledger of a pickle, which must still be there."""
+    if not path.exists() or (book := Ledger(path)).id != name:
+        raise LedgerCorrupted(f"{path}: the ledger of this pickle is not here; give its path again")
+    return book

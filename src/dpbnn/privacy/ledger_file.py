@@ -22,7 +22,7 @@ from typing import Any
 
 from dpbnn.privacy.locks import lock, sync_folder, unlock
 
-__all__ = ["LedgerCorrupted", "LedgerFile"]
+__all__ = ["LedgerCorrupted", "LedgerFile", "Locked"]
 
 
 class LedgerCorrupted(RuntimeError):
@@ -43,11 +43,15 @@ class LedgerFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.head_path = path.with_name(path.name + ".head")
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew at the first line."""
         self.offset = 0
         self.checks = {0: ""}  # checksum of everything before an offset at which a line begins
 
     @contextlib.contextmanager
-    def locked(self, *, writing: bool) -> Iterator[_Locked]:
+    def locked(self, *, writing: bool) -> Iterator[Locked]:
         """Hold the file's lock: for `append`, or for reading only."""
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND if writing else os.O_RDONLY
         try:
@@ -59,7 +63,7 @@ class LedgerFile:
         try:
             lock(fd, exclusive=writing)
             try:
-                yield _Locked(self, fd)
+                yield Locked(self, fd)
             finally:
                 unlock(fd)
         finally:
@@ -90,16 +94,26 @@ class LedgerFile:
         first = _checked(known.splitlines(keepends=True)[0], checks.get(start, "none"))
         return (whole[:start] + known, True) if first is not None else (whole, False)
 
-    def rewrite(self, content: bytes) -> None:
-        """Write a new file with this content and the head that goes with it."""
-        last = content.splitlines(keepends=True)[-1]
-        self._write_head(len(content), json.loads(last)["check"], last)
-        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            _write(fd, content)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    def rewrite(self, content: bytes, more: list[dict[str, Any]], mark: str) -> None:
+        """Replace the file by this content and more lines, and its head with it.
+
+        Copies of both are kept first. Where it ends half way, file and head do not fit each other,
+        so that the file is refused as before.
+
+        Args:
+            content: whole lines.
+            more: entries to follow them.
+            mark: for the names of the copies.
+        """
+        for part in (self.path, self.head_path):
+            if part.exists():
+                _replace(part.with_name(f"{part.name}.damaged-{mark}"), part.read_bytes())
+        check = json.loads(content.splitlines()[-1])["check"]
+        content += b"".join(lines := [line for line, _ in _lines(check, more)])
+        last = b"".join(lines) or content.splitlines(keepends=True)[-1]
+        check = json.loads(last.splitlines()[-1])["check"]
+        _replace(self.path, content)
+        self._write_head(len(content), check, last)
         sync_folder(self.path.parent)
 
     def _head(self) -> dict[str, Any] | None:
@@ -113,14 +127,7 @@ class LedgerFile:
 
     def _write_head(self, size: int, check: str, lines: bytes) -> None:
         values = {"size": size, "check": check, "lines": lines.decode()}
-        partial = self.head_path.with_name(self.head_path.name + ".partial")
-        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            _write(fd, json.dumps({**values, "sum": _digest(values)}).encode())
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(partial, self.head_path)
+        _replace(self.head_path, json.dumps({**values, "sum": _digest(values)}).encode())
 
     def _corrupted(self, what: str) -> LedgerCorrupted:
         return LedgerCorrupted(
@@ -130,7 +137,7 @@ class LedgerFile:
         )
 
 
-class _Locked:
+class Locked:
     """A ledger file while its lock is held."""
 
     def __init__(self, file: LedgerFile, fd: int) -> None:
@@ -170,10 +177,8 @@ class _Locked:
     def append(self, entries: list[dict[str, Any]]) -> None:
         """Write lines and wait until they are on disk; after an error nothing counts as written."""
         file = self.file
-        end, check, lines, checks = file.offset, file.checks[file.offset], b"", {}
-        for values in entries:
-            check = _checksum(check, values)
-            line = json.dumps({**values, "check": check}).encode() + b"\n"
+        end, check, lines, checks = file.offset, "", b"", {}
+        for line, check in _lines(file.checks[file.offset], entries):
             lines += line
             end += len(line)
             checks[end] = check
@@ -201,6 +206,25 @@ class _Locked:
             head = self.file._head()
             if head is None or head["size"] <= self.file.offset:
                 os.ftruncate(self.fd, self.file.offset)
+
+
+def _lines(check: str, entries: list[dict[str, Any]]) -> Iterator[tuple[bytes, str]]:
+    """Yield entries as lines, each with its checksum, to follow one with checksum `check`."""
+    for values in entries:
+        check = _checksum(check, values)
+        yield json.dumps({**values, "check": check}).encode() + b"\n", check
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file, whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        _write(fd, content)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.replace(partial, path)
 
 
 def _checked(line: bytes, before: str) -> tuple[dict[str, Any], str] | None:

@@ -53,6 +53,7 @@ class PrivacyStatement:
         tuning_runs: number of other runs on the same data that chose the settings, as declared;
             None if nothing was declared.
         caveats: what the reader must know beside the numbers.
+        complete: whether the mechanisms are all that epsilon covers, so that no entry was lost.
     """
 
     private: bool
@@ -69,6 +70,7 @@ class PrivacyStatement:
     randomness: str = ""
     tuning_runs: int | None = None
     caveats: tuple[str, ...] = ()
+    complete: bool = True
 
     @classmethod
     def of(
@@ -225,9 +227,11 @@ def _mechanisms(
     events: list[Event], labels: list[str], clips: list[float | None], ledgers: list[str]
 ) -> tuple[dict[str, Any], ...]:
     """Describe events, adding up those that are alike; parts of a partition stay apart."""
-    counts: dict[tuple[str, float | None, str, Event], int] = {}
-    for event, label, clip, ledger in zip(events, labels, clips, ledgers, strict=True):
-        key = (label, clip, ledger, dataclasses.replace(event, count=1))
+    counts: dict[tuple[str, float | None, str, Event, int], int] = {}
+    for index, parts in enumerate(zip(events, labels, clips, ledgers, strict=True)):
+        event, label, clip, ledger = parts
+        apart = index if event.partition else 0
+        key = (label, clip, ledger, dataclasses.replace(event, count=1), apart)
         counts[key] = counts.get(key, 0) + event.count
     return tuple(
         {
@@ -242,7 +246,7 @@ def _mechanisms(
             "ledger": ledger,
             **({"start": event.start, "order": event.order} if event.partition else {}),
         }
-        for (label, clip, ledger, event), count in counts.items()
+        for (label, clip, ledger, event, _), count in counts.items()
     )
 
 
