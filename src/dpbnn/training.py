@@ -472,13 +472,11 @@ class _Run:
         self.step += 1
 
     def _drawing(self) -> contextlib.AbstractContextManager[None]:
-        """Under add/remove, let a step draw from a seed of its own.
+        """Let a step draw from a seed of its own.
 
-        How many masks are drawn depends on the size of the batch; what is drawn later, and the
+        How many numbers a network draws can depend on the batch; what is drawn later, and the
         state of the generators in a checkpoint, must not.
         """
-        if self.plan.relation.public_size:
-            return contextlib.nullcontext()
         return _random_state(int(torch.randint(2**62, ())))
 
     def posterior(self, tuning_runs: int | None) -> Posterior:

@@ -12,7 +12,7 @@ from dpbnn.likelihoods import Likelihood
 from dpbnn.methods.base import Process
 from dpbnn.posteriors import Posterior
 from dpbnn.privacy.checks import first_line
-from dpbnn.privacy.module_state import Found, ModuleState, change, described
+from dpbnn.privacy.module_state import Found, ModuleState, change, described, origin
 
 __all__ = ["Watch"]
 
@@ -102,7 +102,7 @@ def _refuse_hooks(network: nn.Module) -> None:
     for path, module in network.named_modules():
         for kind in _HOOKS:
             for hook in getattr(module, kind, {}).values():
-                if not (getattr(hook, "__module__", None) or "").startswith("torch."):
+                if not origin(hook).startswith("torch."):
                     raise UnsupportedModel(
                         f"{describe(network, path)} has a hook ({kind.strip('_')}), which would "
                         f"see the data; remove it, or do the same in the module's forward"
