@@ -153,7 +153,7 @@ def _outputs(network: nn.Module, x: Tensor, device: torch.device) -> Tensor:
     try:
         with _quietly(network):
             outputs = network(example)
-    except (RuntimeError, IndexError, TypeError) as error:
+    except (RuntimeError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(
             f"the network cannot take inputs of shape {tuple(x.shape[1:])} and type {x.dtype} "
             f"({first_line(error)}); reshape or convert them"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import hashlib
 import itertools
@@ -26,10 +25,11 @@ from dpbnn.contributions.kept import Kept
 from dpbnn.likelihoods import Likelihood
 from dpbnn.messages import unquoted
 from dpbnn.methods.base import Method, OpenProcess, Problem, Process
-from dpbnn.methods.watch import Watch
+from dpbnn.methods.watch import Watch, taken
 from dpbnn.mixtures import GaussianMixture, checked_points
-from dpbnn.networks import LearnedNoise
+from dpbnn.networks import LearnedNoise, training_mode
 from dpbnn.posteriors import Posterior
+from dpbnn.posteriors.evaluate import unfused_attention
 from dpbnn.priors import Gaussian, Prior
 from dpbnn.privacy.bayesian import BayesianAccountant
 from dpbnn.privacy.checks import check_count, check_one_process, first_line, quoted
@@ -131,8 +131,8 @@ def fit(
             f"log_prob(outputs, y)"
         )
     settled, clip = method.settled(plan)
-    with _random_state(seed):
-        network = copy.deepcopy(model) if isinstance(model, nn.Module) else model()
+    with _random_state(seed), unfused_attention():
+        network = taken(model)
         if device is not None:
             network = network.to(device)
         learned = isinstance(likely, likelihoods.Gaussian) and likely.noise_std is None
@@ -268,7 +268,7 @@ class _Run:
             self.watch.network,
         )
         self.process: Process = method.start(problem)
-        self.network.train()
+        training_mode(self.network)
         self.process.contribute(self.x[:0], self.y[:0])  # refuses what is not per example
 
     @property
