@@ -88,6 +88,8 @@ def fit(
 
     Args:
         model: a network (copied, left as it was), or a function that makes one, run under `seed`.
+            It is trained in training mode; frozen modules, and BatchNorm layers, that are given in
+            evaluation mode stay there.
         data: (inputs, targets), tensors or arrays with one row per record; inputs alone, or
             (inputs, None), for a `GaussianMixture`. They have plan.n rows; under add/remove any
             number of them, also none.
@@ -267,8 +269,8 @@ class _Run:
             self.out,
             self.watch.network,
         )
-        self.process: Process = method.start(problem)
         training_mode(self.network)
+        self.process: Process = method.start(problem)
         self.process.contribute(self.x[:0], self.y[:0])  # refuses what is not per example
 
     @property
