@@ -248,12 +248,13 @@ class Descent(Method):
             if isinstance(given, str) or given is None:
                 continue
             try:
-                optimizer = self.build(zeros)
+                optimizer: Any = self.build(zeros)
                 for parameter in zeros:
                     parameter.grad = torch.zeros_like(parameter)
+                schedule = given(optimizer) if name == "schedule" else None
                 optimizer.step()
-                if name == "schedule":
-                    given(optimizer).step()
+                if schedule is not None:
+                    schedule.step()
             except Exception as error:
                 raise ValueError(
                     f"{name}={_name(given)}: cannot take a step that is given nothing but a "

@@ -61,7 +61,7 @@ class IteratePosterior(Posterior):
         return super().to(device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the path of the iterates, which must still be there when it is read."""
+        """Serialise the path of the iterates, which must still be there when it is read."""
         return {**vars(self), "_resident": None}
 
     def summary(self, rank: int = 20) -> LowRankPosterior:

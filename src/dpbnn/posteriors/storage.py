@@ -414,8 +414,8 @@ class IterateStore:
         return len(self._slots)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the path of the file, not what is in it."""
-        return _unpickled, (str(self.path.absolute()),)
+        """Serialise the path of the file, not what is in it."""
+        return _reopened, (str(self.path.absolute()),)
 
     def read(self, positions: Sequence[int]) -> dict[str, Tensor]:
         """Return the iterates at these positions (0 is the oldest), stacked, on the CPU."""
@@ -445,12 +445,11 @@ class IterateStore:
         return None
 
 
-def _unpickled(path: str) -> IterateStore:
+def _reopened(path: str) -> IterateStore:
     if not Path(path).exists():
         raise FileNotFoundError(
             errno.ENOENT,
-            "a pickle holds the path of the iterates alone, and they are gone; use posterior.save "
-            "and dpbnn.load",
+            "the iterates were left in their file, and it is gone; use posterior.save and dpbnn.load",
             path,
         )
     return IterateStore(path)
