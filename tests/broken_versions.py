@@ -10,6 +10,7 @@ import importlib
 import json
 import math
 import os
+import types
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
@@ -1217,3 +1218,44 @@ def repairs_move_the_files_first(patch: Patch) -> None:
 
 def forked_runs_go_on(patch: Patch) -> None:
     patch.setattr(training._Run, "_check_process", lambda self: None)
+# 34: what a copy of a network shares with it
+
+
+def bound_functions_are_not_looked_into(patch: Patch) -> None:
+    patch.delitem(module_state._FIELDS, types.BuiltinMethodType | types.MethodWrapperType)
+
+
+def functions_say_themselves_whose_they_are(patch: Patch) -> None:
+    patch.setattr(module_state, "origin", lambda value: getattr(value, "__module__", None) or "")
+
+
+def hooks_say_themselves_whose_they_are(patch: Patch) -> None:
+    patch.setattr(
+        "dpbnn.methods.watch.origin", lambda value: getattr(value, "__module__", None) or ""
+    )
+
+
+def slots_are_taken_by_their_written_names(patch: Patch) -> None:
+    def slots(value):
+        return [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
+
+    patch.setattr(module_state, "_slots", slots)
+
+
+def plain_values_hold_nothing(patch: Patch) -> None:
+    held = module_state._held
+    plain = module_state._PLAIN
+    patch.setattr(module_state, "_held", lambda v: [] if isinstance(v, plain) else held(v))
+    patch.setattr(module_state._Walk, "_watch", lambda self, value: None)
+
+
+def weak_references_are_not_followed(patch: Patch) -> None:
+    patch.setattr(module_state, "weakref", SimpleNamespace(ReferenceType=()))
+
+
+def released_tensors_are_compared_by_version(patch: Patch) -> None:
+    patch.setattr(module_state, "_same_bits", lambda one, two: True)
+
+
+def all_steps_draw_from_one_generator(patch: Patch) -> None:
+    patch.setattr(training._Run, "_drawing", lambda self: contextlib.nullcontext())

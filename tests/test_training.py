@@ -6,6 +6,7 @@ import math
 import os
 import secrets
 import shutil
+import threading
 
 import pytest
 import torch
@@ -364,3 +365,130 @@ def test_the_users_model_is_left_as_it_was():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     dpbnn.fit(model, dataset(), method=METHODS["sgd"], plan=plan())
     assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
+
+
+class Twice(nn.Module):
+    """One layer under two names, another under two places of a Sequential, and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, inner = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b, self.inner = self.a, nn.Sequential(inner, nn.Tanh(), inner, nn.Dropout(0.2))
+        self.c, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.c.bias = inner.bias
+
+    def forward(self, x):
+        return self.last(self.c(self.inner(self.b(torch.tanh(self.a(x))))))
+
+
+@pytest.mark.parametrize(
+    "method", [*METHODS.values(), dpbnn.VI(), dpbnn.BBP(space="parameters")], ids=str
+)
+def test_a_module_that_is_used_twice_is_left_as_it_is_by_predictions(method):
+    x, y = dataset()
+    posterior = dpbnn.fit(Twice(), (x, y), method=method, plan=plan())
+    before = {name: p.clone() for name, p in posterior.model.named_parameters()}
+    first = posterior.predict(x, samples=5, seed=0).mean
+    after = dict(posterior.model.named_parameters())
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert torch.equal(posterior.predict(x, samples=5, seed=0).mean, first)
+
+
+def test_a_tied_weight_is_drawn_once():
+    posterior = dpbnn.fit(Twice(), dataset(), method=METHODS["sgld"], plan=plan())
+    weights = {n: t[0] for n, t in posterior.iterates.read([5]).items()}
+    expected = Twice().eval()
+    with torch.no_grad():
+        for name, value in weights.items():
+            expected.get_parameter(name).copy_(value)
+    found = posterior.outputs(dataset()[0], 6)[5]
+    assert torch.allclose(found, expected(dataset()[0]), atol=1e-5)
+
+
+def backbone():
+    frozen = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.5))
+    frozen.requires_grad_(False)
+    return nn.Sequential(frozen, nn.Linear(5, 4), nn.Dropout(0.5), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize("method", [*METHODS.values(), dpbnn.VI()], ids=str)
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_frozen_backbone_in_evaluation_mode_is_trained_on(method, whole):
+    model = backbone()
+    (model if whole else model[0]).eval()
+    posterior = dpbnn.fit(model, dataset(), method=method, plan=plan())
+    after = posterior.model.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(after[name], value) == name.startswith("0.")
+
+
+def test_a_frozen_backbone_in_training_mode_is_refused():
+    with pytest.raises(dpbnn.UnsupportedModel, match=r"BatchNorm1d.*call \.eval\(\)"):
+        dpbnn.fit(backbone(), dataset(), method=METHODS["sgd"], plan=plan())
+
+
+class Attention(nn.Module):
+    def __init__(self, frozen=False):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+        self.last = nn.Linear(4, 3)
+        if frozen:
+            self.encoder.eval().requires_grad_(False)
+
+    def forward(self, x):
+        return self.last(self.encoder(x[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("method", [METHODS["sgd"], METHODS["bbp"], dpbnn.VI()], ids=str)
+def test_a_transformer_is_trained_off_its_fused_path(method, frozen):
+    fused = torch.backends.mha.get_fastpath_enabled()
+    posterior = dpbnn.fit(Attention(frozen), dataset(), method=method, plan=plan())
+    assert posterior.predict(dataset()[0], samples=3).mean.shape == (N, 3)
+    assert torch.backends.mha.get_fastpath_enabled() == fused
+
+
+class Locked(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.Sequential(nn.LazyLinear(3)), r"'0' \(LazyLinear\).*run the network once"),
+        (lambda: torch.jit.script(nn.Linear(4, 3)), r"before torch\.jit"),
+        (Locked, "Locked cannot be copied"),
+    ],
+)
+@pytest.mark.parametrize("method", [METHODS["sgd"], METHODS["bbp"]], ids=str)
+def test_a_network_that_cannot_be_trained_is_refused_in_one_line(make, message, method):
+    ledger = dpbnn.Ledger()
+    with pytest.raises(dpbnn.UnsupportedModel, match=message) as caught:
+        dpbnn.fit(make(), dataset(), method=method, plan=plan(), ledger=ledger)
+    assert "\n" not in str(caught.value)
+    assert ledger.releases == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"optimizer": torch.optim.LBFGS}, "optimizer=LBFGS: cannot take a step"),
+        ({"schedule": torch.optim.lr_scheduler.ReduceLROnPlateau}, "schedule=ReduceLROnPlateau"),
+    ],
+)
+def test_an_optimizer_that_needs_more_than_a_gradient_is_refused(settings, message):
+    ledger = dpbnn.Ledger()
+    with pytest.raises(ValueError, match=message):
+        fit(ledger=ledger, method=dpbnn.SGD(**settings))
+    assert ledger.releases == 0
+
+
+def test_bad_rows_are_not_counted_where_the_number_of_records_is_secret():
+    x, y = dataset()
+    secret = plan(n=50, relation="add/remove")
+    with pytest.raises(ValueError, match="some rows cannot be used") as caught:
+        dpbnn.fit(nn.Linear(4, 3), (x, y + 7), method=METHODS["sgd"], plan=secret)
+    assert str(N) not in str(caught.value)

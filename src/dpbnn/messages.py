@@ -95,7 +95,13 @@ def unquoted(
 
 
 def refuse_rows(
-    bad: torch.Tensor, expected: str, *, show: bool, what: str = "rows", most: int | None = None
+    bad: torch.Tensor,
+    expected: str,
+    *,
+    show: bool,
+    what: str = "rows",
+    most: int | None = None,
+    counted: bool = True,
 ) -> None:
     """Raise where rows are bad: how many there are, and which ones if they may be shown.
 
@@ -105,17 +111,18 @@ def refuse_rows(
         show: whether the first ones are named.
         what: what the rows are called.
         most: number of bad rows at which the search for them has ended.
+        counted: whether their number is said; it is no public number under add/remove.
     """
     count = int(bad.sum())
     if not count:
         return
-    or_more = " or more" if count == most else ""
+    number = f"{count}{' or more' if count == most else ''}" if counted or show else "some"
     named, cure = "", "pass on_bad_rows='show' to see which, or 'zero'"
     if show:
         named = f", the first ones {bad.nonzero()[:SHOWN, 0].tolist()}"
         cure = "pass on_bad_rows='zero'"
     raise ValueError(
-        f"{count}{or_more} {what} cannot be used{named}: {expected}; remove or mend them, or "
+        f"{number} {what} cannot be used{named}: {expected}; remove or mend them, or "
         f"{cure} to let them contribute nothing"
     )
 

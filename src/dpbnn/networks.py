@@ -250,6 +250,25 @@ def to_gaussian(
     return _gaussian(model, rho, generator)
 
 
+def training_mode(network: nn.Module) -> None:
+    """Put a network in training mode, but for modules that were given in evaluation mode and fixed.
+
+    Fixed are modules whose parameters are all frozen, such as a pretrained backbone, with all that
+    is in them; and BatchNorm and InstanceNorm layers that normalise by stored statistics.
+    """
+    fixed = [module for module in network.modules() if not module.training and _fixed(module)]
+    modes = {module: module.training for outer in fixed for module in outer.modules()}
+    network.train()
+    for module, mode in modes.items():
+        module.training = mode
+
+
+def _fixed(module: nn.Module) -> bool:
+    flags = [parameter.requires_grad for parameter in module.parameters()]
+    stored = isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
+    return stored or (bool(flags) and not any(flags))
+
+
 class SharedDropout(nn.Dropout):
     """Dropout with one mask for the whole batch, as Algorithm 4 of the DP-BNN paper prints it."""
 

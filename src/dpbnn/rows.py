@@ -68,10 +68,10 @@ def checked_rows(
         likelihood: of the targets.
         n: number of records of the plan; None where that is not the data's, under add/remove.
         device: where the rows go.
-        on_bad_rows: "error", whose messages count bad rows and quote nothing of them; "show",
-            whose messages name the rows; or "zero", under which nothing is raised for what a row
-            holds (but for a kernel of the user's own that stops a GPU: that ends the run,
-            unspent).
+        on_bad_rows: "error", whose messages count bad rows (where n is given) and quote nothing of
+            them; "show", whose messages name the rows; or "zero", under which nothing is raised for
+            what a row holds (but for a kernel of the user's own that stops a GPU: that ends the
+            run, unspent).
     """
     check_on_bad_rows(on_bad_rows)
     show = on_bad_rows == "show"
@@ -107,11 +107,11 @@ def checked_rows(
     bad = bad.to(x.device)
     stand_in = _stand_in(network, likelihood, x, y, device)
     if on_bad_rows != "zero":
-        refuse_rows(bad, expected, show=show)
+        refuse_rows(bad, expected, show=show, counted=n is not None)
         if not _usual(network, likelihood):
             failing, reason = _failing(network, likelihood, x, y, device, SHOWN, show)
             cannot = f"the network or the likelihood cannot take them ({reason})"
-            refuse_rows(failing, cannot, show=show, most=SHOWN)
+            refuse_rows(failing, cannot, show=show, most=SHOWN, counted=n is not None)
         return Rows(x.to(device), y.to(device))
     x, y = _filled(x, bad, 0), _filled(y, bad, stand_in)
     if not _usual(network, likelihood):
@@ -153,7 +153,7 @@ def _outputs(network: nn.Module, x: Tensor, device: torch.device) -> Tensor:
     try:
         with _quietly(network):
             outputs = network(example)
-    except (RuntimeError, IndexError, TypeError) as error:
+    except (RuntimeError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(
             f"the network cannot take inputs of shape {tuple(x.shape[1:])} and type {x.dtype} "
             f"({first_line(error)}); reshape or convert them"

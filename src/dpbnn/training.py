@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import hashlib
 import itertools
@@ -25,10 +24,11 @@ from dpbnn.contributions.kept import Kept
 from dpbnn.likelihoods import Likelihood
 from dpbnn.messages import unquoted
 from dpbnn.methods.base import Method, OpenProcess, Problem, Process
-from dpbnn.methods.watch import Watch
+from dpbnn.methods.watch import Watch, taken
 from dpbnn.mixtures import GaussianMixture, checked_points
-from dpbnn.networks import LearnedNoise
+from dpbnn.networks import LearnedNoise, training_mode
 from dpbnn.posteriors import Posterior
+from dpbnn.posteriors.evaluate import unfused_attention
 from dpbnn.priors import Gaussian, Prior
 from dpbnn.privacy.bayesian import BayesianAccountant
 from dpbnn.privacy.checks import check_count, check_one_process, first_line, quoted
@@ -87,6 +87,8 @@ def fit(
 
     Args:
         model: a network (copied, left as it was), or a function that makes one, run under `seed`.
+            It is trained in training mode; frozen modules, and BatchNorm layers, that are given in
+            evaluation mode stay there.
         data: (inputs, targets), tensors or arrays with one row per record; inputs alone, or
             (inputs, None), for a `GaussianMixture`. They have plan.n rows; under add/remove any
             number of them, also none.
@@ -130,8 +132,8 @@ def fit(
             f"log_prob(outputs, y)"
         )
     settled, clip = method.settled(plan)
-    with _random_state(seed):
-        network = copy.deepcopy(model) if isinstance(model, nn.Module) else model()
+    with _random_state(seed), unfused_attention():
+        network = taken(model)
         if device is not None:
             network = network.to(device)
         learned = isinstance(likely, likelihoods.Gaussian) and likely.noise_std is None
@@ -267,8 +269,8 @@ class _Run:
             self.out,
             self.watch.network,
         )
+        training_mode(self.network)
         self.process: Process = method.start(problem)
-        self.network.train()
         self.process.contribute(self.x[:0], self.y[:0])  # refuses what is not per example
 
     @property
@@ -467,13 +469,11 @@ class _Run:
         self.step += 1
 
     def _drawing(self) -> contextlib.AbstractContextManager[None]:
-        """Under add/remove, let a step draw from a seed of its own.
+        """Let a step draw from a seed of its own.
 
-        How many masks are drawn depends on the size of the batch; what is drawn later, and the
+        How many numbers a network draws can depend on the batch; what is drawn later, and the
         state of the generators in a checkpoint, must not.
         """
-        if self.plan.relation.public_size:
-            return contextlib.nullcontext()
         return _random_state(int(torch.randint(2**62, ())))
 
     def posterior(self, tuning_runs: int | None) -> Posterior:

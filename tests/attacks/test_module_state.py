@@ -3,8 +3,10 @@
 import collections
 import copy
 import dataclasses
+import enum
 import functools
 import pickle
+import weakref
 from typing import ClassVar
 
 import broken_versions as broken
@@ -21,6 +23,7 @@ import dpbnn
 from dpbnn import likelihoods
 from dpbnn.contributions import UnsupportedModel
 from dpbnn.methods.base import Method, Problem, Process
+from dpbnn.methods.bbp import BBPProcess
 from dpbnn.methods.sgd import SGDProcess
 from dpbnn.posteriors import PointPosterior
 from dpbnn.privacy.module_state import ModuleState
@@ -571,6 +574,200 @@ def test_a_posterior_can_be_pickled_without_data():
     posterior = fitted(nn.Sequential(nn.Tanh(), Plain()))
     again = pickle.loads(pickle.dumps(posterior))
     assert_holds_no_data(again, *dataset())
+
+
+# 34: what a network keeps where a copy of it keeps the same object
+
+
+def wrapped(function):
+    seen = []
+
+    @functools.wraps(function)
+    def keep(module, x):
+        seen.append(x)
+
+    return keep
+
+
+class Mangled:
+    __slots__ = ("__last",)
+
+    def put(self, x):
+        self.__last = x
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Target:
+    pass
+
+
+TARGET = Target()
+
+
+class Holding(nn.Module):
+    """A layer that hands its input to something that a deep copy shares."""
+
+    def __init__(self, held, keep):
+        super().__init__()
+        self.held, self.keep, self.linear = held, keep, nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x):
+        self.keep(self.held, x.detach())
+        return self.linear(x)
+
+
+def put(held, x):
+    held.put(x)
+
+
+def call(held, x):
+    held(x)
+
+
+def set_last(held, x):
+    held.last = x
+
+
+def set_target(held, x):
+    held().last = x
+
+
+def fill(held, x):
+    held(x.sum())
+
+
+def set_item(held, x):
+    held("last", x)
+
+
+SHARED = {
+    "list.append": lambda: Holding([].append, call),
+    "dict.__setitem__": lambda: Holding({}.__setitem__, set_item),
+    "tensor.copy_": lambda: Holding(torch.zeros(()).copy_, fill),
+    "wraps": lambda: Holding(None, wrapped(nn.functional.relu)),
+    "mangled slot": lambda: Holding(Mangled(), put),
+    "enum": lambda: Holding(Colour.RED, set_last),
+    "weak reference": lambda: Holding(weakref.ref(TARGET), set_target),
+}
+
+
+@pytest.fixture(autouse=True)
+def _empty_targets():
+    yield
+    for target in (Colour.RED, TARGET):
+        vars(target).pop("last", None)
+
+
+@fails_on(34, broken.bound_functions_are_not_looked_into, name="list.append")
+@fails_on(34, broken.bound_functions_are_not_looked_into, name="tensor.copy_")
+@fails_on(34, broken.functions_say_themselves_whose_they_are, name="wraps")
+@fails_on(34, broken.slots_are_taken_by_their_written_names, name="mangled slot")
+@fails_on(34, broken.plain_values_hold_nothing, name="enum")
+@fails_on(34, broken.weak_references_are_not_followed, name="weak reference")
+@pytest.mark.parametrize("name", list(SHARED))
+def test_item_34_what_a_copy_shares_is_looked_into(name):
+    ledger = dpbnn.Ledger()
+    with pytest.raises(UnsupportedModel, match="changes its attribute"):
+        fitted(SHARED[name](), ledger=ledger)
+    assert ledger.releases == 0
+
+
+@fails_on(34, broken.hooks_say_themselves_whose_they_are)
+def test_item_34_a_hook_that_borrows_a_name_of_torch_is_refused():
+    @functools.wraps(nn.functional.relu)
+    def hook(module, args, output):
+        pass
+
+    class Borrowing:
+        def __init__(self):
+            functools.update_wrapper(self, nn.functional.relu)
+
+        def __call__(self, *args):
+            pass
+
+    for given in (hook, Borrowing()):
+        model = nn.Linear(FEATURES, CLASSES)
+        model.register_forward_hook(given)
+        with pytest.raises(UnsupportedModel, match="has a hook"):
+            fitted(model)
+
+
+class Writing(nn.Module):
+    """Writes an input into a trainable parameter, past the version counters, from a step on."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        CALLS[:] = [steps]
+
+    def forward(self, x):
+        if len(x) == N:
+            CALLS[0] -= 1
+            if CALLS[0] < 0:
+                self.linear.bias.data[0] = x.abs().max()
+        return self.linear(x)
+
+
+CALLS = [0]
+
+
+@fails_on(34, broken.released_tensors_are_compared_by_version, steps=3, method=dpbnn.SGD())
+@pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize("method", [dpbnn.SGD(), dpbnn.SGLD(learning_rate=1e-4, keep=2)])
+def test_item_34_a_write_into_a_trainable_tensor_is_seen_in_every_step(steps, method):
+    with pytest.raises(UnsupportedModel, match="parameter 'bias'"):
+        fitted(Writing(steps), method=method)
+
+
+def test_bits_that_are_not_numbers_are_no_change():
+    """Weights that have become NaN are equal to themselves."""
+    tensor = nn.Parameter(torch.tensor([float("nan"), 1.0, 2.0]))
+    state = ModuleState(held=[tensor])
+    with torch.no_grad():
+        tensor.mul_(2)
+    state.released([tensor])
+    assert state.differences() == []
+    tensor.data[1] += 1
+    assert [change.attribute for change in state.differences()] == ["[0]"]
+
+
+class Drawing(nn.Module):
+    """Draws one number of the common generator for every large cell."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x):
+        torch.randn(int((x.abs() > 100).sum()))
+        return self.linear(x)
+
+
+@fails_on(34, broken.all_steps_draw_from_one_generator)
+def test_item_34_what_a_network_draws_moves_no_later_draw():
+    x, y = dataset()
+    drawn = []
+    gradient = BBPProcess.gradient
+
+    def recorded(self, release):
+        drawn.append({name: e.clone() for name, e in self._draws[0].items()})
+        return gradient(self, release)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BBPProcess, "gradient", recorded)
+        for value in (1.0, 777.25):
+            other = x.clone()
+            other[5, 1] = value
+            fitted(Drawing(), (other, y), method=dpbnn.BBP())
+    assert len(drawn) == 8
+    for one, two in zip(drawn[:4], drawn[4:], strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 # 53: frozen parameters

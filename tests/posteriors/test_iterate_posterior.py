@@ -1,5 +1,8 @@
 """Stored iterates and their low-rank summary."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from posterior_contract import PosteriorContract, X, generator, network
@@ -98,3 +101,15 @@ def test_the_summary_has_the_iterates_mean_and_variance(tmp_path):
     assert (ratio - 1).abs().max() < 0.15
     with pytest.raises(ValueError, match="rank=401"):
         posterior.summary(401)
+
+
+def test_a_pickle_holds_the_path_of_the_iterates(tmp_path):
+    model = network()
+    chain(model, tmp_path / "chain")
+    posterior = IteratePosterior(model, "categorical", tmp_path / "chain")
+    pickled = pickle.dumps(posterior)
+    for again in (pickle.loads(pickled), copy.deepcopy(posterior)):
+        assert torch.equal(again.outputs(X), posterior.outputs(X))
+    (tmp_path / "chain").rename(tmp_path / "other")
+    with pytest.raises(FileNotFoundError, match=r"posterior\.save and dpbnn\.load"):
+        pickle.loads(pickled)

@@ -19,7 +19,7 @@ from dpbnn.contributions.attach import Attached, attach
 from dpbnn.contributions.base import Contributions, DenseContributions, UnsupportedModel
 from dpbnn.likelihoods import Likelihood
 from dpbnn.priors import Prior
-from dpbnn.privacy.checks import check_numbers, check_positive
+from dpbnn.privacy.checks import check_numbers, check_positive, first_line
 
 if TYPE_CHECKING:
     from dpbnn.posteriors import Posterior
@@ -239,6 +239,34 @@ class Descent(Method):
         extra = {"momentum": self.momentum} if self.optimizer in ("sgd", "rmsprop") else {}
         return kind(parameters, lr=self.learning_rate, **extra)
 
+    def rehearse(self, parameters: list[Tensor]) -> None:
+        """Raise where a user's optimizer or schedule cannot take a step as `update` takes it.
+
+        An example is LBFGS, which evaluates the loss itself. It is tried on zeros, before anything
+        is spent.
+
+        Args:
+            parameters: what will be trained; left as it is.
+        """
+        zeros = [torch.zeros_like(parameter).requires_grad_() for parameter in parameters]
+        for name, given in (("optimizer", self.optimizer), ("schedule", self.schedule)):
+            if isinstance(given, str) or given is None:
+                continue
+            try:
+                optimizer: Any = self.build(zeros)
+                for parameter in zeros:
+                    parameter.grad = torch.zeros_like(parameter)
+                schedule = given(optimizer) if name == "schedule" else None
+                optimizer.step()
+                if schedule is not None:
+                    schedule.step()
+            except Exception as error:
+                raise ValueError(
+                    f"{name}={_name(given)}: cannot take a step that is given nothing but a "
+                    f"gradient ({first_line(error)}); use another one, such as "
+                    f"{'torch.optim.Adam' if name == 'optimizer' else repr('cosine')}"
+                ) from None
+
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -258,6 +286,7 @@ class DescentProcess(Process):
     def __init__(self, settings: Descent, problem: Problem, attached: Attached) -> None:
         super().__init__(problem, attached)
         self.settings = settings
+        settings.rehearse(list(self.parameters.values()))
         self.optimizer = settings.build(list(self.parameters.values()))
         self._averages: dict[str, Tensor] = {}
         self._averaged = 0

@@ -9,7 +9,7 @@ from torch import nn
 
 from dpbnn.methods.base import Descent, Problem
 from dpbnn.methods.sgd import SGDProcess
-from dpbnn.networks import SharedDropout
+from dpbnn.networks import SharedDropout, training_mode
 from dpbnn.posteriors import DropoutPosterior, Posterior
 from dpbnn.privacy.checks import check_positive
 
@@ -71,7 +71,10 @@ class MCDropout(Descent):
 
     def start(self, problem: Problem) -> MCDropoutProcess:
         """Return a process at its first step."""
-        problem.model.train()
+        training_mode(problem.model)
+        for module in problem.model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.train()  # also in a frozen backbone: predictions leave all of them on
         return MCDropoutProcess(self, problem, problem.attach())
 
 

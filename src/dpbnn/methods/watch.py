@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from dpbnn.contributions.attach import describe, refuse_changes
@@ -12,11 +14,46 @@ from dpbnn.likelihoods import Likelihood
 from dpbnn.methods.base import Process
 from dpbnn.posteriors import Posterior
 from dpbnn.privacy.checks import first_line
-from dpbnn.privacy.module_state import Found, ModuleState, change, described
+from dpbnn.privacy.module_state import Found, ModuleState, change, described, origin
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "taken"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def taken(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """Return the network that `fit` trains: a copy, or what a function makes.
+
+    Args:
+        model: the network or the function.
+    """
+    network = model
+    if isinstance(model, nn.Module):
+        try:
+            network = copy.deepcopy(model)
+        except Exception as error:
+            raise _uncopied(type(model).__name__, error) from None
+    else:
+        network = model()
+    for path, module in network.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedModel(
+                f"{describe(network, path)} is scripted, so its layers cannot be recorded; give "
+                f"the module as it was before torch.jit"
+            )
+        if any(map(nn.parameter.is_lazy, module.parameters(recurse=False))):
+            raise UnsupportedModel(
+                f"{describe(network, path)} has parameters without a shape yet; run the network "
+                f"once on a public example, such as zeros, before training"
+            )
+    return network
+
+
+def _uncopied(what: str, error: Exception) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{what} cannot be copied ({first_line(error)}); hold no results of computations, files or "
+        f"locks in them"
+    )
 
 
 class Watch:
@@ -40,10 +77,8 @@ class Watch:
         try:
             self.network, self.likelihood = copy.deepcopy((network, likelihood))
         except Exception as error:
-            raise UnsupportedModel(
-                f"{type(network).__name__} or {type(likelihood).__name__} cannot be copied "
-                f"({first_line(error)}); hold no results of computations, files or locks in them"
-            ) from None
+            names = f"{type(network).__name__} or {type(likelihood).__name__}"
+            raise _uncopied(names, error) from None
         self._state = ModuleState(model=network, likelihood=likelihood)
         self._before = self._state.before
         self._released = self._state.paths(p for p in network.parameters() if p.requires_grad)
@@ -102,7 +137,7 @@ def _refuse_hooks(network: nn.Module) -> None:
     for path, module in network.named_modules():
         for kind in _HOOKS:
             for hook in getattr(module, kind, {}).values():
-                if not (getattr(hook, "__module__", None) or "").startswith("torch."):
+                if not origin(hook).startswith("torch."):
                     raise UnsupportedModel(
                         f"{describe(network, path)} has a hook ({kind.strip('_')}), which would "
                         f"see the data; remove it, or do the same in the module's forward"

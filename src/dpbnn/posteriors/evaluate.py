@@ -14,7 +14,7 @@ from torch.func import functional_call, vmap
 
 from dpbnn.messages import unquoted
 
-__all__ = ["Draws", "Inputs", "evaluate", "evaluation", "number_stream"]
+__all__ = ["Draws", "Inputs", "evaluate", "evaluation", "number_stream", "unfused_attention"]
 
 Inputs = tuple[Tensor, ...]
 
@@ -106,9 +106,12 @@ def _forward(
     model: nn.Module, drawn: Mapping[str, Tensor], inputs: Inputs, together: bool
 ) -> Tensor:
     """Return the outputs at stacked draws, [draws, inputs, ...]."""
+    places = _places(model)
 
     def single(weights: dict[str, Tensor]) -> Tensor:
-        return functional_call(model, weights, inputs)
+        # Tied here: torch's own way leaves a module that is used twice at the drawn weights.
+        tied = {place: weights[name] for name in weights for place in places.get(name, [name])}
+        return functional_call(model, tied, inputs, tie_weights=False)
 
     if together and len(next(iter(drawn.values()))) > 1:
         # A model that vmap cannot take (it reads values, say) is run draw by draw below, where an
@@ -117,6 +120,16 @@ def _forward(
             return vmap(single)(dict(drawn))
     rows = zip(*(t.unbind(0) for t in drawn.values()), strict=True)
     return torch.stack([single(dict(zip(drawn, row, strict=True))) for row in rows])
+
+
+def _places(model: nn.Module) -> dict[str, list[str]]:
+    """Return the places of every tensor by its first one; each module has one path."""
+    found: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                found.setdefault(id(tensor), []).append(f"{path}.{name}".strip("."))
+    return {places[0]: places for places in found.values()}
 
 
 _COUNTED: WeakKeyDictionary[nn.Module, dict[tuple[torch.Size, ...], int]] = WeakKeyDictionary()
@@ -151,15 +164,24 @@ def _count_activations(model: nn.Module, inputs: Inputs) -> int:
 def evaluation(model: nn.Module) -> Iterator[None]:
     """Put all modules in evaluation mode and attention off its fused path, which has no vmap."""
     training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with unfused_attention():
+            yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
+@contextlib.contextmanager
+def unfused_attention() -> Iterator[None]:
+    """Keep transformers off torch's fused path, which goes around the modules within them."""
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    model.eval()
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
-        for module, mode in training.items():
-            module.training = mode
 
 
 @contextlib.contextmanager

@@ -60,6 +60,10 @@ class IteratePosterior(Posterior):
         self._resident = None
         return super().to(device)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Serialise the path of the iterates, which must still be there when it is read."""
+        return {**vars(self), "_resident": None}
+
     def summary(self, rank: int = 20) -> LowRankPosterior:
         """Return a Gaussian of low rank plus diagonal with the iterates' mean and variances.
 

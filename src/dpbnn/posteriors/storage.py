@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -412,6 +413,10 @@ class IterateStore:
     def __len__(self) -> int:
         return len(self._slots)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Serialise the path of the file, not what is in it."""
+        return _reopened, (str(self.path.absolute()),)
+
     def read(self, positions: Sequence[int]) -> dict[str, Tensor]:
         """Return the iterates at these positions (0 is the oldest), stacked, on the CPU."""
         slots = [self._slots[i] for i in positions]
@@ -438,6 +443,16 @@ class IterateStore:
             for position in range(len(self)):
                 writer.append({name: t[0] for name, t in self.read([position]).items()})
         return None
+
+
+def _reopened(path: str) -> IterateStore:
+    if not Path(path).exists():
+        raise FileNotFoundError(
+            errno.ENOENT,
+            "the iterates were left in their file, and it is gone; use posterior.save and dpbnn.load",
+            path,
+        )
+    return IterateStore(path)
 
 
 def _create(path: Path, layout: _Layout) -> int:

@@ -9,9 +9,11 @@ import functools
 import gc
 import hashlib
 import itertools
+import math
 import numbers
 import sys
 import types
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
@@ -21,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Change", "Found", "ModuleState", "change", "described", "differing"]
+__all__ = ["Change", "Found", "ModuleState", "change", "described", "differing", "origin"]
 
 _PLAIN = (
     types.NoneType, types.EllipsisType, numbers.Number, np.generic, str, bytes, bytearray, slice,
@@ -29,7 +31,7 @@ _PLAIN = (
 )  # fmt: skip
 _ARRAYS = (np.ndarray, memoryview, array.array)
 _LIBRARIES = {"torch", "dpbnn", "numpy", *sys.stdlib_module_names}
-_LOOKED_INTO = {"torch", "dpbnn", "collections", "types", "functools"}
+_LOOKED_INTO = {"torch", "dpbnn", "collections", "types", "functools", "weakref"}
 """Libraries whose instances can hold what a user's code gives them."""
 _REGISTERED = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
 _PYTHONS_OWN = {
@@ -42,6 +44,7 @@ _FIELDS: dict[Any, tuple[str, ...]] = {
     staticmethod | classmethod: ("__func__",),
     property: ("fget", "fset", "fdel"),
     functools.partial: ("func", "args", "keywords"),
+    types.BuiltinMethodType | types.MethodWrapperType: ("__self__",),
 }
 _DIGESTED = 4  # parts of a tensor's token: its class, type, shape and digest
 _SMALL = 2**16  # bytes of an array that is compared in every step
@@ -122,9 +125,11 @@ class ModuleState:
 
     **Guarantee.** `differences` names every buffer, attribute, entry of a container, hook,
     submodule, flag, closure and class attribute that was added, removed, replaced by another value
-    or changed in place. By default it looks at identities and at torch's version counters, which
-    do not see writes through `.data` or into large numpy arrays; `thorough=True` compares the bits
-    and sees those too. Global variables, and what is inside objects of other libraries, are not
+    or changed in place. It compares the bits of tensors that releases have moved. Of all others it
+    looks by default at identities and at torch's version counters, which do not see writes through
+    `.data` or into large numpy arrays; `thorough=True` compares bits and sees those too. What
+    functions in C are bound to, and what weak references point to, belongs to the state. Global
+    variables, and what is inside objects of other libraries, are not
     part of the state.
 
     Args:
@@ -138,7 +143,7 @@ class ModuleState:
         self._roots = roots
         self._walk = _Walk(roots, _digest)
         self.before = self._walk.found
-        self._released: dict[int, tuple[Tensor, tuple[int, int]]] = {}
+        self._released: dict[int, tuple[Tensor, tuple[int, int], Tensor]] = {}
         self._note()
 
     def differences(self, thorough: bool = False) -> list[Change]:
@@ -149,7 +154,12 @@ class ModuleState:
         """
         walk = self._walk
         same = [*map(id, walk.held())] == self._identities and walk.sums() == self._sums
-        if same and walk.versions() == self._versions and not thorough:
+        moved = {
+            id(tensor)
+            for tensor, version, value in self._released.values()
+            if _version(tensor) != version or not _same_bits(tensor, value)
+        }
+        if same and walk.versions() == self._versions and not (thorough or moved):
             return []
         known = dict(zip(map(id, walk.tensors), self._versions, strict=True))
 
@@ -167,7 +177,6 @@ class ModuleState:
                 token = (*before[path].token[:-1], _RELEASED)
                 before[path] = before[path]._replace(token=token)
         paths = differing(before, now.found, identities=True)
-        moved = {id(t) for t, version in self._released.values() if _version(t) != version}
         paths += [path for path, tensor in now.places.items() if id(tensor) in moved]
         if not paths:
             self._walk = now
@@ -187,7 +196,13 @@ class ModuleState:
 
     def released(self, tensors: Iterable[Tensor]) -> None:
         """Take over the present values of tensors that a release has moved."""
-        self._released |= {id(tensor): (tensor, _version(tensor)) for tensor in tensors}
+        for tensor in tensors:
+            known = self._released.get(id(tensor))
+            if known is None or known[2].shape != tensor.shape:
+                value = tensor.detach().clone(memory_format=torch.contiguous_format)
+            else:
+                value = known[2].copy_(tensor.detach())
+            self._released[id(tensor)] = (tensor, _version(tensor), value)
         pairs = zip(self._walk.tensors, self._versions, strict=True)
         self._versions = [self._released.get(id(t), (t, version))[1] for t, version in pairs]
 
@@ -252,7 +267,7 @@ class _Walk:
         if isinstance(value, Tensor):
             token += (value.dtype, value.shape, self._bits(path, value))
             parts = [(f".{name}", "attribute", part) for name, part in vars(value).items()]
-        elif isinstance(value, _PLAIN):
+        elif isinstance(value, _PLAIN) and not hasattr(value, "__dict__"):
             token += (repr(value),)
         elif isinstance(value, _ARRAYS):
             self._arrays.append(value)
@@ -268,7 +283,9 @@ class _Walk:
             if isinstance(value, types.FunctionType):
                 token += (value.__qualname__, value.__code__)
             elif isinstance(value, functools._lru_cache_wrapper):
-                token += (value.cache_info().currsize,)
+                token += (value.cache_info().misses, value.cache_info().currsize)
+            elif isinstance(value, _PLAIN):
+                token += (repr(value),)
             elif parts is None:
                 token += _shown(value)
         identity = id(value) if parts is None else 0
@@ -339,7 +356,10 @@ def _held(value: Any) -> list[tuple[str, Any]] | None:
         return None if _library(value) else held + _attributes(value)
     for kinds, names in _FIELDS.items():
         if isinstance(value, kinds):
-            return [(f".{name}", getattr(value, name, None)) for name in names]
+            parts = [(f".{name}", getattr(value, name, None)) for name in names]
+            return [(name, part) for name, part in parts if not isinstance(part, types.ModuleType)]
+    if isinstance(value, weakref.ReferenceType):
+        return [("()", value()), *_attributes(value)]
     held = []
     if isinstance(value, dict):
         for index, (key, part) in enumerate(value.items()):
@@ -354,8 +374,9 @@ def _held(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _slots(value: Any) -> list[str]:
-    given = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
-    return [name for own in given for name in ([own] if isinstance(own, str) else own)]
+    """Return the slots of an object, as Python writes their names within it."""
+    own = [vars(kind) for kind in type(value).__mro__ if "__slots__" in vars(kind)]
+    return [n for names in own for n in names if isinstance(names[n], types.MemberDescriptorType)]
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
@@ -373,8 +394,20 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def origin(value: Any) -> str:
+    """Return the module that an object's code is in.
+
+    Not by `__module__` of a function or an instance, which `functools.wraps` copies from others.
+    """
+    if isinstance(value, types.MethodType):
+        return origin(value.__func__)
+    if isinstance(value, types.FunctionType):
+        return str(value.__globals__.get("__name__"))
+    return (value if isinstance(value, type) else type(value)).__module__
+
+
 def _library(value: Any) -> bool:
-    return (getattr(value, "__module__", None) or "").partition(".")[0] in _LIBRARIES
+    return origin(value).partition(".")[0] in _LIBRARIES
 
 
 def _looked_into(kind: type) -> bool:
@@ -395,6 +428,16 @@ def _digest(tensor: Tensor) -> bytes | int:
         return _hash(flat.view(torch.uint8).numpy().data)
     except (RuntimeError, NotImplementedError, TypeError):
         return id(tensor)
+
+
+def _same_bits(one: Tensor, two: Tensor) -> bool:
+    if one.shape != two.shape or one.dtype != two.dtype or one.device != two.device:
+        return False
+    a, b = (tensor.detach().reshape(-1).view(torch.uint8) for tensor in (one, two))
+    if a.device.type != "cpu":
+        return torch.equal(a, b)
+    width = math.gcd(8, len(a)) or 1  # numpy is faster at wide integers
+    return np.array_equal(a.numpy().view(f"u{width}"), b.numpy().view(f"u{width}"))
 
 
 def _hash(data: bytes | memoryview) -> bytes:
