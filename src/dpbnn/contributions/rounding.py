@@ -103,21 +103,23 @@ def rows_error(rows: int, dtype: torch.dtype) -> float:
     return roundoff * within + finest * rows * min(rows, likely)
 
 
-def summed_rows(g: Tensor, a: Tensor, positions: int = 1) -> Tensor:
-    """Return g^T a; over more than a block of examples in float64, block by block.
+def summed_rows(g: Tensor, a: Tensor, exact: bool = False) -> Tensor:
+    """Return g^T a; over more than a block of rows in float64, block by block.
 
     Args:
-        g: [examples * positions, rows].
-        a: [examples * positions, columns].
-        positions: of every example.
+        g: [examples, rows].
+        a: [examples, columns].
+        exact: whether the products are float64 too. They must be where an example has several
+            rows, which may cancel and be far larger than its contribution.
     """
-    blocks = -(-len(a) // (BLOCK[torch.float32] * positions))
+    inner = torch.float64 if exact else a.dtype
+    blocks = -(-len(a) // BLOCK[inner])
     if blocks < 2:
-        return torch.mm(g.T, a)
+        return torch.mm(g.to(inner).T, a.to(inner))
     size = -(-len(a) // blocks)
     total = torch.zeros(g.shape[1], a.shape[1], dtype=torch.float64, device=a.device)
     for one, two in zip(torch.split(g, size), torch.split(a, size), strict=True):
-        total += torch.mm(one.T, two)
+        total += torch.mm(one.to(inner).T, two.to(inner))
     return total
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.rounding import BLOCK, squares, sum_error, summed_rows, without
+from dpbnn.contributions.rounding import squares, sum_error, summed_rows, without
 
 CHUNK = 1 << 21
 """Numbers held at once when per-example gradients are instantiated."""
@@ -40,18 +40,24 @@ class Site(ABC):
         """Return |c_i|^2 per name, an upper bound up to a relative 1e-4 (float64, [batch])."""
 
     @abstractmethod
-    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor) -> dict[str, Tensor]:
-        """Return sum_i w_i c_i without the data-free part and without the bad examples."""
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
+        """Return sum_i w_i c_i without the data-free part and without the bad examples.
+
+        In float64 throughout if `exact`, and wherever terms may be larger than contributions.
+        """
 
     @abstractmethod
     def instantiate(self, rows: slice) -> dict[str, Tensor]:
         """Return the contributions of some examples without the data-free part."""
 
-    def weighted_sum(self, w: Mapping[str, Tensor], bad: Tensor) -> dict[str, Tensor]:
+    def weighted_sum(
+        self, w: Mapping[str, Tensor], bad: Tensor, exact: bool = False
+    ) -> dict[str, Tensor]:
         """Return sum_i w_i c_i; `bad` are the examples that are not finite, their w is zero."""
-        sums = self.raw_sum(w, bad)
+        sums = self.raw_sum(w, bad, exact or bool(self.data_free))
         for name, constant in self.data_free.items():
-            sums[name] = torch.addcmul(sums[name], constant.to(sums[name]), w[name].sum())
+            total = w[name].sum(dtype=torch.float64)
+            sums[name] = torch.addcmul(sums[name].double(), constant.double(), total)
         return sums
 
     def slack(self) -> Tensor | float:
@@ -166,9 +172,10 @@ class Direct(Instantiated):
             return super().joined(others)
         return Direct(self.names, [*self.terms, *(term for s in alike for term in s.terms)])
 
-    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor) -> dict[str, Tensor]:
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
         sums: dict[str, Tensor] = {}
+        exact = exact or len(self.terms) > 1
         for gradient, scale, _ in self.terms:
             flat = without(gradient, bad).flatten(1)
             done: dict[int, Tensor] = {}
@@ -178,7 +185,7 @@ class Direct(Instantiated):
                 key = id(w[name])
                 if key not in done:
                     weights = w[name].to(flat).unsqueeze(1)  # mm has more threads than mv
-                    done[key] = summed_rows(weights, flat).view(self.shapes[name])
+                    done[key] = summed_rows(weights, flat, exact).view(self.shapes[name])
                 value = done[key] * scale if index and scale is not None else done[key]
                 sums[name] = sums[name] + value if name in sums else value
         return sums
@@ -226,13 +233,12 @@ class Rows(Instantiated):
         gamma = sum_error(positions, self.g.dtype) * math.sqrt(positions)
         return gamma * squares(self.g).sqrt()
 
-    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor) -> dict[str, Tensor]:
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
         if self.indices._version != self._version:
             raise RuntimeError(CHANGED)
-        g = self.g * w[self.name].to(self.g)[:, None, None]
+        g = self.g * w[self.name].double()[:, None, None]
         without(g, bad)
-        g = g.double() if self.batch > BLOCK[torch.float32] else g
         total = g.new_zeros(self.shapes[self.name])
         return {self.name: total.index_add_(0, self.indices.flatten(), g.flatten(0, 1))}
 
@@ -268,11 +274,11 @@ class Merged(Instantiated):
             total = total + site.slack() + norms * sum_error(len(self.sites), torch.float32)
         return total
 
-    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor) -> dict[str, Tensor]:
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
         sums: dict[str, Tensor] = {}
         for site in self.sites:
-            for name, value in site.raw_sum(w, bad).items():
+            for name, value in site.raw_sum(w, bad, exact=True).items():
                 sums[name] = sums[name] + value if name in sums else value
         return sums
 
