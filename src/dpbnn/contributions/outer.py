@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 
@@ -254,6 +254,16 @@ class Outer(Instantiated):
         return Outer(self.names, self.shape, [*self.terms, *(t for s in alike for t in s.terms)])
 
     @property
+    def single(self) -> bool:
+        """Whether sums are of contributions, not of terms that may be larger than these."""
+        terms = 1 if self._kept else sum(term.positions for term in self.terms)
+        return terms == 1 and super().single
+
+    def slices(self, size: int = 0) -> Iterator[slice]:
+        """Yield runs of examples whose instantiated contributions fit the chunk."""
+        return super().slices(size or max(term.block_size for term in self.terms))
+
+    @property
     def _scaled(self) -> bool:
         return len(self.names) > 1 and self.names[1] is not None
 
@@ -396,7 +406,6 @@ class Outer(Instantiated):
 
     def _instantiated(self) -> dict[str, Tensor]:
         first = self.terms[0]
-        block = max(term.block_size for term in self.terms)
         keep = (
             len(self.terms) == 1
             and not self._rank_one
@@ -404,7 +413,7 @@ class Outer(Instantiated):
         )
         parts: dict[str, list[Tensor]] = {name: [] for name in self.shapes}
         slack, kept = self.slack(), []
-        for rows in self.slices(block):
+        for rows in self.slices():
             weight = self._accumulate(rows)
             if keep:
                 kept.append(weight)

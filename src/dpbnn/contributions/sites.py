@@ -43,7 +43,7 @@ class Site(ABC):
     def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples.
 
-        In float64 throughout if `exact`, and wherever terms may be larger than contributions.
+        In float64 if `exact`, and wherever terms may be larger than contributions.
         """
 
     @abstractmethod
@@ -102,6 +102,28 @@ def with_slack(squared: dict[str, Tensor], slack: Tensor | float) -> dict[str, T
 class Instantiated(Site):
     """A site whose norms come from its instantiated contributions, a few examples at a time."""
 
+    @property
+    def single(self) -> bool:
+        """Whether sums are of contributions, not of terms that may be larger than these."""
+        return not self.data_free
+
+    def weighted_sum(
+        self, w: Mapping[str, Tensor], bad: Tensor, exact: bool = False
+    ) -> dict[str, Tensor]:
+        """Return sum_i w_i c_i; `bad` are the examples that are not finite, their w is zero."""
+        if not exact or self.single:
+            return super().weighted_sum(w, bad, exact)
+        finite = torch.ones(self.batch, dtype=torch.bool, device=bad.device).index_fill(0, bad, 0)
+        sums: dict[str, Tensor] = {}
+        for rows in self.slices():
+            for name, part in self.instantiate(rows).items():
+                if name in self.data_free:
+                    part = part + self.data_free[name].to(part)
+                flat = part.flatten(1).where(finite[rows, None], 0.0)
+                value = summed_rows(w[name][rows, None], flat, exact=True)[0]
+                sums[name] = sums[name] + value if name in sums else value
+        return {name: value.view(self.shapes[name]) for name, value in sums.items()}
+
     def squared_norms(self) -> dict[str, Tensor]:
         """Return |c_i|^2 per name, an upper bound up to a relative 1e-4 (float64, [batch])."""
         parts: dict[str, list[Tensor]] = {name: [] for name in self.shapes}
@@ -123,6 +145,11 @@ class Direct(Instantiated):
     """
 
     large = False
+
+    @property
+    def single(self) -> bool:
+        """Whether sums are of contributions, not of terms that may be larger than these."""
+        return super().single and len(self.terms) == 1
 
     def __init__(
         self,
@@ -218,6 +245,10 @@ class Rows(Instantiated):
         """Return |c_i|^2: positions with the same index are added up, then squared."""
         if self.data_free:
             return super().squared_norms()
+        return {self.name: (squares(self._added()[1]).sqrt() + self.slack()).square()}
+
+    def _added(self) -> tuple[Tensor, Tensor]:
+        """Return indices [batch, T], those in use first, and what each gets [batch, T, width]."""
         order = self.indices.sort(1)
         starts = torch.zeros_like(order.values)
         starts[:, 1:] = (order.values[:, 1:] != order.values[:, :-1]).long()
@@ -225,7 +256,7 @@ class Rows(Instantiated):
         added = torch.zeros_like(self.g).scatter_add_(
             1, slots.unsqueeze(-1).expand_as(self.g), self.g
         )
-        return {self.name: (squares(added).sqrt() + self.slack()).square()}
+        return torch.zeros_like(slots).scatter_(1, slots, self.indices), added
 
     def slack(self) -> Tensor:
         """Return gamma sqrt(T) |g|, a bound on the rounding error of the added rows."""
@@ -237,10 +268,10 @@ class Rows(Instantiated):
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
         if self.indices._version != self._version:
             raise RuntimeError(CHANGED)
-        g = self.g * w[self.name].double()[:, None, None]
-        without(g, bad)
+        indices, added = self._added()
+        g = without(added * w[self.name].double()[:, None, None], bad)
         total = g.new_zeros(self.shapes[self.name])
-        return {self.name: total.index_add_(0, self.indices.flatten(), g.flatten(0, 1))}
+        return {self.name: total.index_add_(0, indices.flatten(), g.flatten(0, 1))}
 
     def instantiate(self, rows: slice) -> dict[str, Tensor]:
         """Return the contributions of some examples without the data-free part."""
@@ -251,6 +282,8 @@ class Rows(Instantiated):
 
 class Merged(Instantiated):
     """Sites of different kinds that release the same names, such as tied weights."""
+
+    single = False
 
     def __init__(self, sites: Sequence[Site]) -> None:
         self.sites, self.batch, self.data_free = list(sites), sites[0].batch, {}
