@@ -280,7 +280,7 @@ def test_item_46_clip_factors_are_normal_numbers():
     x = torch.full((1, 1), 1.8e19**0.5)
     for clip in (1.3e-26, {"weight": 1.3e-26}):
         ledger = dpbnn.Ledger()
-        with pytest.raises(ValueError, match="clip=1.3e-26"):
+        with pytest.raises(ValueError, match=r"clip=1\.3e-26"):
             dpbnn.Gate(clip, 1.0, ledger=ledger)(
                 attach(nn.Linear(1, 1, bias=False), Normal(1.0))(x, -x)
             )

@@ -454,12 +454,15 @@ class Outer(Instantiated):
         return sums
 
     def _summed(self, term: Factors, w: Tensor, bad: Tensor, exact: bool) -> Tensor:
+        """Return sum_i w_i G_i of one use, from instantiated G_i where that is the cheaper way."""
         if not self._kept:
             term.check_unchanged()
-            return term.summed(w, bad, exact)
-        start, total, weights = 0, None, w.to(self._kept[0])
-        for kept in self._kept:
-            stop = start + len(kept)
+            alone = len(self.terms) == 1 and term.positions > 1
+            if not (alone and self._choose() == "instantiated"):
+                return term.summed(w, bad, exact)
+        start, total = 0, None
+        for kept in self._kept or (self._accumulate(rows) for rows in self.slices()):
+            stop, weights = start + len(kept), w.to(kept)
             without(kept, bad[(bad >= start) & (bad < stop)] - start)
             part = summed_rows(weights[start:stop, None], kept, exact)[0]
             if total is not None and self.batch > BLOCK[torch.float32]:
