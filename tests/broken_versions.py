@@ -25,7 +25,7 @@ from torch import nn
 import dpbnn
 from dpbnn import checkpoint, messages, networks, rows, runs, training
 from dpbnn.calibration import release
-from dpbnn.contributions import Contributions, DenseContributions, network
+from dpbnn.contributions import Contributions, DenseContributions, network, outer, sites
 from dpbnn.contributions.attach import Attached
 from dpbnn.contributions.network import Microbatched, NetworkContributions
 from dpbnn.contributions.outer import Outer
@@ -1218,6 +1218,8 @@ def repairs_move_the_files_first(patch: Patch) -> None:
 
 def forked_runs_go_on(patch: Patch) -> None:
     patch.setattr(training._Run, "_check_process", lambda self: None)
+
+
 # 34: what a copy of a network shares with it
 
 
@@ -1259,3 +1261,38 @@ def released_tensors_are_compared_by_version(patch: Patch) -> None:
 
 def all_steps_draw_from_one_generator(patch: Patch) -> None:
     patch.setattr(training._Run, "_drawing", lambda self: contextlib.nullcontext())
+
+
+def _one_after_the_other(g, a, exact=False):
+    """Return g^T a in float32, row by row, in blocks of 512."""
+    total = torch.zeros(g.shape[1], a.shape[1], dtype=torch.float64)
+    for one, two in zip(torch.split(g.float(), 512), torch.split(a.float(), 512), strict=True):
+        terms = one.unsqueeze(2) * two.unsqueeze(1)
+        total += torch.from_numpy(np.add.accumulate(terms.numpy(), axis=0)[-1])
+    return total
+
+
+def terms_are_added_in_float32(patch: Patch) -> None:
+    def rows(self, w, bad, exact):
+        g = (self.g * w[self.name][:, None, None]).flatten(0, 1).numpy()
+        total = np.zeros(self.shapes[self.name], np.float32)
+        np.add.at(total, self.indices.flatten().numpy(), g)
+        return {self.name: torch.from_numpy(total)}
+
+    def product(self, w, bad, exact):
+        a, g = self.factors(slice(None))
+        g = g * w[:, None, None]
+        whole = np.add.accumulate((g.flatten() * a.flatten()).numpy())[-1]
+        return torch.full(self.window.shape if hasattr(self, "window") else (1, 1), float(whole))
+
+    patch.setattr(sites.Rows, "raw_sum", rows)
+    for kind in (outer.LinearFactors, outer.ConvFactors):
+        patch.setattr(kind, "summed", product)
+
+
+def add_remove_sums_are_float32(patch: Patch) -> None:
+    patch.setattr(outer, "summed_rows", _one_after_the_other)
+
+
+def clips_may_be_tiny(patch: Patch) -> None:
+    patch.setattr("dpbnn.privacy.gate._SMALLEST_CLIP", {torch.float32: 0.0, torch.float64: 0.0})

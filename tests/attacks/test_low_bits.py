@@ -12,12 +12,17 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy import stats
+from torch import nn
 from twins import fails_on, twins_of
 
 import dpbnn
-from dpbnn.contributions import DenseContributions
+from dpbnn.contributions import DenseContributions, attach
+from dpbnn.contributions.outer import Outer
+from dpbnn.contributions.rounding import INFLATION, row_squares
+from dpbnn.likelihoods import Gaussian as Normal
 from dpbnn.privacy import grid, noise
 from dpbnn.privacy.noise import NoiseSource
+from dpbnn.privacy.sampling import FullBatch
 
 SCALES = [1.0, 0.5, 2.0**-90, 2.0**60, 1.3, 0.7e-20, 3e17]  # powers of two, tiny, huge, others
 
@@ -182,6 +187,131 @@ def test_item_46_errors_of_the_sums_are_part_of_the_sensitivity():
     record[1] = 0
     with_one, without = Inexact(record, 1), Inexact(torch.zeros(2, 100), -1)
     assert moved(with_one, without) <= 1.0
+
+
+class Pair(nn.Module):
+    """One layer used twice: its two gradients cancel but for a part of 4e-6."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x):
+        return self.layer(x[:, :1]) - self.layer(x[:, 1:])
+
+
+class Summed(nn.Module):
+    """A layer at many positions, the outputs of which are added up."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x).flatten(1).sum(1, keepdim=True)
+
+
+def distance(model, x, y, x2, y2, clip, relation="zero-out", n=None):
+    """Return the distance of neighbouring sums in units of the sensitivity."""
+    nn.init.zeros_(next(model.parameters()))
+
+    def release(data):
+        gate = dpbnn.Gate(clip, 1.0, FullBatch(n or len(x)), dpbnn.Ledger(relation=relation))
+        gate(attach(model, Normal(1.0))(*data))
+
+    return dpbnn.replay(release, (x, y), (x2, y2), trace=False).worst
+
+
+def uneven(half, share):
+    """Return targets: records of one size, then pairs that float32 rounds up and down again."""
+    ulp = half * 2.0**-23
+    steps = round(share / ulp)
+    y = torch.full((2 * half, 1), -share)
+    y[half::2], y[half + 1 :: 2] = -(steps - 1 + 0.51) * ulp, (steps - 1 + 0.49) * ulp
+    return y
+
+
+@fails_on(46, broken.terms_are_added_in_float32)
+def test_item_46_cancelling_uses_of_a_layer_leave_no_rounding():
+    """The attack: records whose two gradients are 2^18 times as large as their difference."""
+    half, large = 128, 2.0**18
+    ulp = large * half * 2**-23
+    a = torch.full((2 * half,), large)
+    a[half::2], a[half + 1 :: 2] = large + 0.51 * ulp, -large - 0.49 * ulp
+    x, y = torch.stack([a, a - 1], 1), torch.full((2 * half, 1), -1.0)
+    y2 = y.clone()
+    y2[0] = 0
+    assert distance(Pair(), x, y, x, y2, 1.1) <= 1
+
+
+LAYERS = {
+    "embedding": (lambda: nn.Embedding(2, 1), torch.ones(512, 64, dtype=torch.long)),
+    "linear": (lambda: nn.Linear(1, 1, bias=False), torch.ones(512, 64, 1)),
+    "convolution": (lambda: nn.Conv1d(1, 1, 1, bias=False), torch.ones(512, 1, 64)),
+}
+
+
+@fails_on(46, broken.terms_are_added_in_float32, kind="embedding")
+@fails_on(46, broken.terms_are_added_in_float32, kind="linear")
+@fails_on(46, broken.terms_are_added_in_float32, kind="convolution")
+@pytest.mark.parametrize("kind", LAYERS)
+def test_item_46_positions_are_no_float32_additions(kind):
+    """The attack: 64 positions round 64 times as often as the bound on the sum counts."""
+    (layer, x), y = LAYERS[kind], uneven(256, 1 / 64)
+    y2 = y.clone()
+    y2[0] = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Outer, "form", "gram")  # as for large weights: not instantiated
+        assert distance(Summed(layer()), x, y, x, y2, 1.02) <= 1
+
+
+@fails_on(46, broken.add_remove_sums_are_float32)
+def test_item_46_a_removed_row_changes_no_rounding_of_the_others():
+    """The attack: one row less shifts all blocks, of many more records than n."""
+    y = uneven(256, 1.0).repeat(100, 1)
+    x = torch.ones(len(y), 1)
+    layer = nn.Linear(1, 1, bias=False)
+    assert distance(layer, x, y, x[1:], y[1:], 1.01, "add/remove", 512) <= 1
+
+
+@fails_on(46, broken.clips_may_be_tiny)
+def test_item_46_clip_factors_are_normal_numbers():
+    """The attack: a factor of 7e-46 is rounded to 1.4e-45, and the contribution doubles."""
+    x = torch.full((1, 1), 1.8e19**0.5)
+    for clip in (1.3e-26, {"weight": 1.3e-26}):
+        ledger = dpbnn.Ledger()
+        with pytest.raises(ValueError, match=r"clip=1\.3e-26"):
+            dpbnn.Gate(clip, 1.0, ledger=ledger)(
+                attach(nn.Linear(1, 1, bias=False), Normal(1.0))(x, -x)
+            )
+        assert ledger.epsilon(1e-5) == 0
+    nn.init.zeros_((layer := nn.Linear(1, 1, bias=False)).weight)
+    assert distance(layer, x, -x, x, 0 * x, 1e-18) <= 1
+
+
+def test_item_46_clips_of_any_size_have_a_norm():
+    assert dpbnn.Gate({"a": 3e-200, "b": 4e-200}, 0.0).clip == pytest.approx(5e-200)
+    assert dpbnn.Gate({"a": 3e200, "b": 4e200}, 1.0).clip == pytest.approx(5e200)
+
+
+def test_item_46_strided_rows_have_norms_as_others():
+    rows = torch.full((2, 16383), 2**-12 * 0.9995)
+    rows[:, 0] = 1
+    exact = rows.double().square().sum(1)
+    assert (row_squares(rows.T.contiguous().T) * INFLATION**2 >= exact).all()
+
+
+def test_item_46_reserved_noise_stays_private():
+    gate = dpbnn.Gate(1.0, 1.0)
+    gate.reserve(2)
+    gate.noise = NoiseSource.seeded(0)
+    with pytest.raises(ValueError, match="seeded"):
+        gate(DenseContributions(torch.ones(1, 2)))
+
+
+def test_item_45_grids_are_normal_numbers_of_what_is_released():
+    with pytest.raises(ValueError, match="std"):
+        NoiseSource().add({"x": torch.zeros(3)}, 2.0**-120, torch.float64)
 
 
 @pytest.mark.parametrize("twin", twins_of(__name__), ids=str)

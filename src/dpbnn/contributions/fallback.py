@@ -67,7 +67,7 @@ class Replayed(Instantiated):
             )
         return {name: accurate(gradients[own].detach()) for own, name in self.names.items()}
 
-    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor) -> dict[str, Tensor]:
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
         sums: dict[str, Tensor] = {}
         finite = torch.ones(self.batch, dtype=torch.bool, device=bad.device)
@@ -76,7 +76,7 @@ class Replayed(Instantiated):
             for name, part in self.instantiate(rows).items():
                 here = finite[rows].view(-1, *[1] * (part.dim() - 1))
                 flat = part.where(here, 0.0).flatten(1)
-                value = summed_rows(w[name][rows].to(part).unsqueeze(1), flat)[0]
+                value = summed_rows(w[name][rows].to(part).unsqueeze(1), flat, exact)[0]
                 if self.batch > BLOCK[torch.float32]:
                     value = value.double()
                 sums[name] = sums[name] + value if name in sums else value

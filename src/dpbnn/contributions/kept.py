@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from dpbnn.contributions.base import Contributions, Weights
@@ -27,6 +28,15 @@ class Kept(Contributions):
             raise ValueError(
                 f"kept has shape {tuple(kept.shape)}; give one per example: ({whole.batch_size},)"
             )
+
+    @property
+    def summed_in(self) -> torch.dtype:
+        """What the whole's sums are formed in."""
+        return self._whole.summed_in
+
+    @summed_in.setter
+    def summed_in(self, dtype: torch.dtype) -> None:
+        self._whole.summed_in = dtype
 
     def sum_error(self, rows: int) -> float:
         """Return e: sums of `rows` contributions of norm <= C, by chunks, err by e C at most."""

@@ -105,7 +105,7 @@ class NetworkContributions(Contributions):
         sums: dict[str, Tensor] = {}
         with full_precision(self.device):
             for site in self._sites:
-                sums |= site.weighted_sum(weights, bad)
+                sums |= site.weighted_sum(weights, bad, self.summed_in is torch.float64)
         return {
             name: sums[name]
             if name in sums
@@ -173,4 +173,6 @@ class Microbatched(ChunkedContributions):
     def chunks(self) -> Iterator[Contributions]:
         """Yield contributions whose examples, in order, make up this batch."""
         for index in range(len(self._starts) - 1):
-            yield self._chunk(index)
+            chunk = self._chunk(index)
+            chunk.summed_in = self.summed_in
+            yield chunk

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 
@@ -48,8 +48,8 @@ class Factors(ABC):
         """Return a [batch * groups, T, columns] and g [batch * groups, T, rows]."""
 
     @abstractmethod
-    def summed(self, w: Tensor, bad: Tensor) -> Tensor:
-        """Return sum_i w_i G_i, shaped like the weight."""
+    def summed(self, w: Tensor, bad: Tensor, exact: bool) -> Tensor:
+        """Return sum_i w_i G_i, shaped like the weight, in float64 where positions are summed."""
 
     @abstractmethod
     def magnitude(self) -> Tensor:
@@ -114,12 +114,12 @@ class LinearFactors(Factors):
         a, g = self.a[examples], self.g[examples]
         return (a.unsqueeze(1), g.unsqueeze(1)) if a.dim() == 2 else (a, g)
 
-    def summed(self, w: Tensor, bad: Tensor) -> Tensor:
-        """Return sum_i w_i G_i = (w g)^T a."""
+    def summed(self, w: Tensor, bad: Tensor, exact: bool) -> Tensor:
+        """Return sum_i w_i G_i = (w g)^T a, in float64 where positions are summed."""
         a, g = weighted_factors(self.a, self.g, w, bad)
         if a.dim() > 2:
             a, g = a.flatten(0, 1), g.flatten(0, 1)
-        return summed_rows(g, a, self.positions)
+        return summed_rows(g, a, exact or self.positions > 1)
 
     def magnitude(self) -> Tensor:
         """Return a bound on sum_t |a_t| |g_t| per example (float64)."""
@@ -157,7 +157,10 @@ class ConvFactors(Factors):
 
     def factors(self, examples: slice) -> tuple[Tensor, Tensor]:
         """Return a [batch * groups, T, columns] and g [batch * groups, T, rows]."""
-        window, a, g = self.window, self.a[examples], self.g[examples]
+        return self._factors(self.a[examples], self.g[examples])
+
+    def _factors(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        window = self.window
         if any(window.padding):
             a = F.pad(a, [side for pad in reversed(window.padding) for side in (pad, pad)])
         channels = a.shape[1] // self.groups
@@ -194,32 +197,20 @@ class ConvFactors(Factors):
             -1, -len(shape) + 1
         )
 
-    def summed(self, w: Tensor, bad: Tensor) -> Tensor:
-        """Return sum_i w_i G_i as weight gradients of a convolution, one per block of examples."""
+    def summed(self, w: Tensor, bad: Tensor, exact: bool) -> Tensor:
+        """Return sum_i w_i G_i, in float64, a few examples at a time."""
         whole_a, whole_g = weighted_factors(self.a, self.g, w, bad)
-        step = BLOCK[torch.float32]
-        parts = zip(torch.split(whole_a, step), torch.split(whole_g, step), strict=True)
-        total = self._summed(*next(parts))
-        for a, g in parts:
-            total = total.double().add_(self._summed(a, g))
-        return total
-
-    def _summed(self, a: Tensor, g: Tensor) -> Tensor:
-        window = self.window
-        result: Tensor = torch.ops.aten.convolution_backward(
-            g,
-            a,
-            a.new_empty(window.shape),
-            None,
-            window.stride,
-            window.padding,
-            window.dilation,
-            False,
-            [0] * len(window.stride),
-            window.groups,
-            [False, True, False],
-        )[1]
-        return result
+        total = whole_a.new_zeros(self.groups, self.rows, self.columns, dtype=torch.float64)
+        step = max(1, BLOCK[torch.float64] // self.positions)
+        for first in range(0, len(whole_g), step):
+            a, g = (
+                torch.unflatten(part.double(), 0, (-1, self.groups)).transpose(0, 1).flatten(1, 2)
+                for part in self._factors(
+                    whole_a[first : first + step], whole_g[first : first + step]
+                )
+            )
+            total.baddbmm_(g.mT, a)
+        return self.unblocked(total.view(-1)).contiguous()
 
     def magnitude(self) -> Tensor:
         """Return a bound on sum_t |a_t| |g_t| per example (float64).
@@ -261,6 +252,16 @@ class Outer(Instantiated):
         if len(alike) < len(others):
             return super().joined(others)
         return Outer(self.names, self.shape, [*self.terms, *(t for s in alike for t in s.terms)])
+
+    @property
+    def single(self) -> bool:
+        """Whether sums are of contributions, not of terms that may be larger than these."""
+        terms = 1 if self._kept else sum(term.positions for term in self.terms)
+        return terms == 1 and super().single
+
+    def slices(self, size: int = 0) -> Iterator[slice]:
+        """Yield runs of examples whose instantiated contributions fit the chunk."""
+        return super().slices(size or max(term.block_size for term in self.terms))
 
     @property
     def _scaled(self) -> bool:
@@ -405,7 +406,6 @@ class Outer(Instantiated):
 
     def _instantiated(self) -> dict[str, Tensor]:
         first = self.terms[0]
-        block = max(term.block_size for term in self.terms)
         keep = (
             len(self.terms) == 1
             and not self._rank_one
@@ -413,7 +413,7 @@ class Outer(Instantiated):
         )
         parts: dict[str, list[Tensor]] = {name: [] for name in self.shapes}
         slack, kept = self.slack(), []
-        for rows in self.slices(block):
+        for rows in self.slices():
             weight = self._accumulate(rows)
             if keep:
                 kept.append(weight)
@@ -438,7 +438,7 @@ class Outer(Instantiated):
             if name
         }
 
-    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor) -> dict[str, Tensor]:
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
         sums: dict[str, Tensor] = {}
         for term in self.terms:
@@ -448,20 +448,23 @@ class Outer(Instantiated):
                     continue
                 key = id(w[name])
                 if key not in done:
-                    done[key] = self._summed(term, w[name], bad)
+                    done[key] = self._summed(term, w[name], bad, exact or len(self.terms) > 1)
                 value = done[key] * term.scale if index and term.scale is not None else done[key]
                 sums[name] = sums[name] + value if name in sums else value
         return sums
 
-    def _summed(self, term: Factors, w: Tensor, bad: Tensor) -> Tensor:
+    def _summed(self, term: Factors, w: Tensor, bad: Tensor, exact: bool) -> Tensor:
+        """Return sum_i w_i G_i of one use, from instantiated G_i where that is the cheaper way."""
         if not self._kept:
             term.check_unchanged()
-            return term.summed(w, bad)
-        start, total, weights = 0, None, w.to(self._kept[0])
-        for kept in self._kept:
-            stop = start + len(kept)
+            alone = len(self.terms) == 1 and term.positions > 1
+            if not (alone and self._choose() == "instantiated"):
+                return term.summed(w, bad, exact)
+        start, total = 0, None
+        for kept in self._kept or (self._accumulate(rows) for rows in self.slices()):
+            stop, weights = start + len(kept), w.to(kept)
             without(kept, bad[(bad >= start) & (bad < stop)] - start)
-            part = summed_rows(weights[start:stop, None], kept)[0]
+            part = summed_rows(weights[start:stop, None], kept, exact)[0]
             if total is not None and self.batch > BLOCK[torch.float32]:
                 total = total.double()
             total = part if total is None else total.add_(part)

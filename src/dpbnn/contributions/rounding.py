@@ -37,7 +37,8 @@ def row_squares(t: Tensor) -> Tensor:
 
     Sums of squares beyond float32 come out infinite and count as non-finite.
     """
-    rows = torch.linalg.vector_norm(accurate(t), dim=-1)
+    # Contiguous: over strided rows the sum is sequential, and may be 1e-3 too small.
+    rows = torch.linalg.vector_norm(accurate(t).contiguous(), dim=-1)
     return torch.addcmul(_underflow(t.shape[-1], t.device), rows, rows)  # float64 as its first
 
 
@@ -76,12 +77,14 @@ def sum_error(terms: int, dtype: torch.dtype) -> float:
 BLOCK = {torch.float32: 512, torch.float64: 4096}
 """Examples that are summed in one go, by dtype; the sums of blocks are added up in float64."""
 _DEVIATIONS = 8.0
+MANY = 1 << 20
+"""Examples up to which bounds on float64 sums need no assumption."""
 
 
 def rows_error(rows: int, dtype: torch.dtype) -> float:
     """Return e: |computed - exact| <= e C for a sum of at most m contributions of norm C or less.
 
-        e = u min(b m, 8 (b + 8) sqrt(m / 3)) + u' m min(m, 8 sqrt(m / 3))
+        e = u min(b m, 8 (b + 8) sqrt(m / 3)) + u' m min(m, 2^20 + 8 sqrt(m / 3))
 
     u is the roundoff of the dtype, b the smaller of m and its `BLOCK`, u' that of float64. In the
     worst case every example of a block of b adds a rounding error of u b C, the first bound. The
@@ -89,35 +92,42 @@ def rows_error(rows: int, dtype: torch.dtype) -> float:
     the errors u |S_k|, of partial sums |S_k| <= k C in each block, are then a martingale with
     sum_k |S_k|^2 <= m (b + 1)^2 C^2 / 3, whose norm exceeds 8 roots of that with probability
     2 e^-32 at most, in any dimension (Pinelis 1994); 7 examples more per block make up for the
-    rounding of the products. The last term is the same for the sums of blocks or chunks, as many as
-    m of them, added up in float64. Sums of 20 rows need no assumption. float64 sums of a million
-    rows are within 1e-6 C, and within 2e-4 C without the assumption.
+    rounding of the products. The last term is for the sums of blocks or chunks, as many as m of
+    them, added up in float64. Sums of 20 rows need no assumption, nor do float64 sums of a million
+    rows: for these the first bound is taken. They are within 2e-4 C.
 
-    Contributions enter as computed. What the sum over an example's own positions lost, and how
-    much larger than the contribution its terms were, is not part of this bound but of the norm.
+    Contributions enter as computed. What the sum over an example's own positions or uses lost is
+    part of the norm. Where the terms of an example can be larger than its contribution, at most
+    2^23 times, since the norm has its share of them, they are multiplied and added in float64. That
+    loses 2^-6 of what float32 loses of contributions, which has its room in the 8. Sums that are
+    float64 anyway take no such terms, but the contributions that are formed of them.
     """
     block = min(rows, BLOCK[dtype])
     roundoff, finest = (torch.finfo(t).eps / 2 for t in (dtype, torch.float64))
     likely = _DEVIATIONS * math.sqrt(rows / 3)
-    within = min(block * rows, (block + 8) * likely)
-    return roundoff * within + finest * rows * min(rows, likely)
+    within = float(block * rows)
+    if dtype is torch.float32:
+        within = min(within, (block + 8) * likely)
+    return roundoff * within + finest * rows * min(rows, MANY + likely)
 
 
-def summed_rows(g: Tensor, a: Tensor, positions: int = 1) -> Tensor:
-    """Return g^T a; over more than a block of examples in float64, block by block.
+def summed_rows(g: Tensor, a: Tensor, exact: bool = False) -> Tensor:
+    """Return g^T a; over more than a block of rows in float64, block by block.
 
     Args:
-        g: [examples * positions, rows].
-        a: [examples * positions, columns].
-        positions: of every example.
+        g: [examples, rows].
+        a: [examples, columns].
+        exact: whether the products are float64 too. They must be where an example has several
+            rows, which may cancel and be far larger than its contribution.
     """
-    blocks = -(-len(a) // (BLOCK[torch.float32] * positions))
+    inner = torch.float64 if exact else a.dtype
+    blocks = -(-len(a) // BLOCK[a.dtype])
     if blocks < 2:
-        return torch.mm(g.T, a)
+        return torch.mm(g.to(inner).T, a.to(inner))
     size = -(-len(a) // blocks)
     total = torch.zeros(g.shape[1], a.shape[1], dtype=torch.float64, device=a.device)
     for one, two in zip(torch.split(g, size), torch.split(a, size), strict=True):
-        total += torch.mm(one.T, two)
+        total += torch.mm(one.to(inner).T, two.to(inner))
     return total
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.rounding import BLOCK, squares, sum_error, summed_rows, without
+from dpbnn.contributions.rounding import squares, sum_error, summed_rows, without
 
 CHUNK = 1 << 21
 """Numbers held at once when per-example gradients are instantiated."""
@@ -40,18 +40,24 @@ class Site(ABC):
         """Return |c_i|^2 per name, an upper bound up to a relative 1e-4 (float64, [batch])."""
 
     @abstractmethod
-    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor) -> dict[str, Tensor]:
-        """Return sum_i w_i c_i without the data-free part and without the bad examples."""
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
+        """Return sum_i w_i c_i without the data-free part and without the bad examples.
+
+        In float64 if `exact`, and wherever terms may be larger than contributions.
+        """
 
     @abstractmethod
     def instantiate(self, rows: slice) -> dict[str, Tensor]:
         """Return the contributions of some examples without the data-free part."""
 
-    def weighted_sum(self, w: Mapping[str, Tensor], bad: Tensor) -> dict[str, Tensor]:
+    def weighted_sum(
+        self, w: Mapping[str, Tensor], bad: Tensor, exact: bool = False
+    ) -> dict[str, Tensor]:
         """Return sum_i w_i c_i; `bad` are the examples that are not finite, their w is zero."""
-        sums = self.raw_sum(w, bad)
+        sums = self.raw_sum(w, bad, exact or bool(self.data_free))
         for name, constant in self.data_free.items():
-            sums[name] = torch.addcmul(sums[name], constant.to(sums[name]), w[name].sum())
+            total = w[name].sum(dtype=torch.float64)
+            sums[name] = torch.addcmul(sums[name].double(), constant.double(), total)
         return sums
 
     def slack(self) -> Tensor | float:
@@ -96,6 +102,28 @@ def with_slack(squared: dict[str, Tensor], slack: Tensor | float) -> dict[str, T
 class Instantiated(Site):
     """A site whose norms come from its instantiated contributions, a few examples at a time."""
 
+    @property
+    def single(self) -> bool:
+        """Whether sums are of contributions, not of terms that may be larger than these."""
+        return not self.data_free
+
+    def weighted_sum(
+        self, w: Mapping[str, Tensor], bad: Tensor, exact: bool = False
+    ) -> dict[str, Tensor]:
+        """Return sum_i w_i c_i; `bad` are the examples that are not finite, their w is zero."""
+        if not exact or self.single:
+            return super().weighted_sum(w, bad, exact)
+        finite = torch.ones(self.batch, dtype=torch.bool, device=bad.device).index_fill(0, bad, 0)
+        sums: dict[str, Tensor] = {}
+        for rows in self.slices():
+            for name, part in self.instantiate(rows).items():
+                if name in self.data_free:
+                    part = part + self.data_free[name].to(part)
+                flat = part.flatten(1).where(finite[rows, None], 0.0)
+                value = summed_rows(w[name][rows, None], flat, exact=True)[0]
+                sums[name] = sums[name] + value if name in sums else value
+        return {name: value.view(self.shapes[name]) for name, value in sums.items()}
+
     def squared_norms(self) -> dict[str, Tensor]:
         """Return |c_i|^2 per name, an upper bound up to a relative 1e-4 (float64, [batch])."""
         parts: dict[str, list[Tensor]] = {name: [] for name in self.shapes}
@@ -117,6 +145,11 @@ class Direct(Instantiated):
     """
 
     large = False
+
+    @property
+    def single(self) -> bool:
+        """Whether sums are of contributions, not of terms that may be larger than these."""
+        return super().single and len(self.terms) == 1
 
     def __init__(
         self,
@@ -166,9 +199,10 @@ class Direct(Instantiated):
             return super().joined(others)
         return Direct(self.names, [*self.terms, *(term for s in alike for term in s.terms)])
 
-    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor) -> dict[str, Tensor]:
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
         sums: dict[str, Tensor] = {}
+        exact = exact or len(self.terms) > 1
         for gradient, scale, _ in self.terms:
             flat = without(gradient, bad).flatten(1)
             done: dict[int, Tensor] = {}
@@ -178,7 +212,7 @@ class Direct(Instantiated):
                 key = id(w[name])
                 if key not in done:
                     weights = w[name].to(flat).unsqueeze(1)  # mm has more threads than mv
-                    done[key] = summed_rows(weights, flat).view(self.shapes[name])
+                    done[key] = summed_rows(weights, flat, exact).view(self.shapes[name])
                 value = done[key] * scale if index and scale is not None else done[key]
                 sums[name] = sums[name] + value if name in sums else value
         return sums
@@ -211,6 +245,10 @@ class Rows(Instantiated):
         """Return |c_i|^2: positions with the same index are added up, then squared."""
         if self.data_free:
             return super().squared_norms()
+        return {self.name: (squares(self._added()[1]).sqrt() + self.slack()).square()}
+
+    def _added(self) -> tuple[Tensor, Tensor]:
+        """Return indices [batch, T], those in use first, and what each gets [batch, T, width]."""
         order = self.indices.sort(1)
         starts = torch.zeros_like(order.values)
         starts[:, 1:] = (order.values[:, 1:] != order.values[:, :-1]).long()
@@ -218,7 +256,7 @@ class Rows(Instantiated):
         added = torch.zeros_like(self.g).scatter_add_(
             1, slots.unsqueeze(-1).expand_as(self.g), self.g
         )
-        return {self.name: (squares(added).sqrt() + self.slack()).square()}
+        return torch.zeros_like(slots).scatter_(1, slots, self.indices), added
 
     def slack(self) -> Tensor:
         """Return gamma sqrt(T) |g|, a bound on the rounding error of the added rows."""
@@ -226,15 +264,14 @@ class Rows(Instantiated):
         gamma = sum_error(positions, self.g.dtype) * math.sqrt(positions)
         return gamma * squares(self.g).sqrt()
 
-    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor) -> dict[str, Tensor]:
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
         if self.indices._version != self._version:
             raise RuntimeError(CHANGED)
-        g = self.g * w[self.name].to(self.g)[:, None, None]
-        without(g, bad)
-        g = g.double() if self.batch > BLOCK[torch.float32] else g
+        indices, added = self._added()
+        g = without(added * w[self.name].double()[:, None, None], bad)
         total = g.new_zeros(self.shapes[self.name])
-        return {self.name: total.index_add_(0, self.indices.flatten(), g.flatten(0, 1))}
+        return {self.name: total.index_add_(0, indices.flatten(), g.flatten(0, 1))}
 
     def instantiate(self, rows: slice) -> dict[str, Tensor]:
         """Return the contributions of some examples without the data-free part."""
@@ -245,6 +282,8 @@ class Rows(Instantiated):
 
 class Merged(Instantiated):
     """Sites of different kinds that release the same names, such as tied weights."""
+
+    single = False
 
     def __init__(self, sites: Sequence[Site]) -> None:
         self.sites, self.batch, self.data_free = list(sites), sites[0].batch, {}
@@ -268,11 +307,11 @@ class Merged(Instantiated):
             total = total + site.slack() + norms * sum_error(len(self.sites), torch.float32)
         return total
 
-    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor) -> dict[str, Tensor]:
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
         sums: dict[str, Tensor] = {}
         for site in self.sites:
-            for name, value in site.raw_sum(w, bad).items():
+            for name, value in site.raw_sum(w, bad, exact=True).items():
                 sums[name] = sums[name] + value if name in sums else value
         return sums
 

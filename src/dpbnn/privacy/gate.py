@@ -36,6 +36,8 @@ class Clippable(Protocol):
     batch_size: int
     shapes: Mapping[str, torch.Size]
     device: torch.device
+    summed_in: torch.dtype
+    """What sums are formed in; the gate makes it float64 where the number of records is secret."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -77,6 +79,10 @@ Watcher = Callable[[Event, float, Tensor], None]
 """Told of a release after it was made: its event, the clip, a copy of the clipped norms."""
 
 
+_SMALLEST_CLIP = {torch.float32: 1e-18, torch.float64: 1e-150}
+"""Clips below it, divided by the largest norm, are no normal numbers of the dtype."""
+_UNKNOWN = 1 << 20
+"""Records that a batch may have where their number is secret, or twice the expected if more."""
 _COARSE = 0.05
 """Share of the clip that rounding to the grid may cost before the noise is drawn in float64."""
 
@@ -106,7 +112,9 @@ class Gate:
         C' + 2 e C' + sigma C sqrt(d) 2^-k = C,
 
     all of it public numbers: d from the shapes, e from the sampler and the model; without a sampler
-    the number of examples is taken as public. Without noise nothing is rounded, and C' = C.
+    the number of examples is taken as public. Where the number of records is secret (add/remove)
+    one row less shifts all others, sums are float64, and e is a bound for 2^20 records in a batch,
+    or twice the expected number if that is more. Without noise nothing is rounded, and C' = C.
 
     The noise has standard deviation sigma * C in every coordinate, from a source of its own, and is
     rounded to the same grid, so that the low bits of a release show nothing more. The ledger holds
@@ -156,7 +164,7 @@ class Gate:
                 raise ValueError(f"clip={value}{f' of {group!r}' if group else ''}: must be > 0")
         if not self.clips:
             raise ValueError("clip: no groups were given; give a number or one clip per group")
-        self.clip = math.sqrt(sum(value**2 for value in self.clips.values()))
+        self.clip = math.hypot(*self.clips.values())
         self.noise_multiplier = _sigma(noise_multiplier, self.clip)
         self.sampler = sampler
         self.ledger = Ledger() if ledger is None else ledger
@@ -169,6 +177,7 @@ class Gate:
         self.attempt = Attempt.new() if attempt is None else attempt
         check_relation(self._event(self.noise_multiplier, 1, step), self.ledger.relation)
         charged = attempt is not None and self.noise.private
+        self._hidden = self.noise.private
         known = self.ledger.covered(self.attempt, step, self.clip) if charged else ()
         self._reserved = deque(known)
 
@@ -199,6 +208,7 @@ class Gate:
                 )  # fmt: skip
             else:
                 self.ledger.observe()
+            self._hidden = self.noise.private or (self._hidden and bool(self._reserved))
             self._reserved.extend([sigma] * count)
 
     def __call__(
@@ -233,6 +243,11 @@ class Gate:
         self._precision = self._precision_of(contributions, sigma)
         if not self._reserved:
             self.reserve(1, sigma)
+        elif self._hidden and not self.noise.private and OBSERVER.get() is None:
+            raise ValueError(
+                "noise: the releases were reserved with private noise, and this source is seeded; "
+                "make a gate of its own for it"
+            )
         if self._reserved.popleft() != sigma:
             raise ValueError(
                 f"noise_multiplier={sigma:g}: another value was reserved for this release; "
@@ -273,7 +288,16 @@ class Gate:
         dtype = contributions.dtype
         if not sigma > 0:
             return _Precision(1.0, dtype)
+        smallest = min(self.clips.values())
+        if smallest < _SMALLEST_CLIP[dtype]:
+            raise ValueError(
+                f"clip={smallest:g}: contributions in {dtype} need {_SMALLEST_CLIP[dtype]:g} or "
+                f"more; use larger contributions and a larger clip"
+            )
         rows = contributions.batch_size if self.sampler is None else self.sampler.most(self.step)
+        if not self.ledger.relation.public_size:
+            contributions.summed_in = torch.float64
+            rows = _UNKNOWN if self.sampler is None else max(_UNKNOWN, 2 * rows)
         spread = sigma * math.sqrt(sum(math.prod(s) for s in contributions.shapes.values()))
         if spread * RESOLUTION[dtype] > _COARSE:
             dtype = torch.float64

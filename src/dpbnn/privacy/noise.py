@@ -495,7 +495,8 @@ class NoiseSource:
             )
         for name, value in stds.items():
             if value:
-                spacing(value, dtype or tensors[name].dtype)
+                for own in {dtype or tensors[name].dtype, tensors[name].dtype}:
+                    spacing(value, own)
         self._rekey_after_fork()
         with self._lock, torch.no_grad():
             sizes = _cpu_bytes(tensors.values(), dtype)

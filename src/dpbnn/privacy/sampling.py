@@ -73,7 +73,7 @@ class Sampler(ABC):
         return int(self.batch_size)
 
     def most(self, step: int) -> int:
-        """Return a public number of records that batch `step` does not exceed.
+        """Return a number of records that batch `step` does not exceed, where n is public.
 
         Where the size is random it does so with probability e^-32 at most (Bernstein).
         """
