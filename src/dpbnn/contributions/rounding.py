@@ -120,14 +120,18 @@ def summed_rows(g: Tensor, a: Tensor, exact: bool = False) -> Tensor:
         exact: whether the products are float64 too. They must be where an example has several
             rows, which may cancel and be far larger than its contribution.
     """
-    inner = torch.float64 if exact else a.dtype
-    blocks = -(-len(a) // BLOCK[a.dtype])
-    if blocks < 2:
-        return torch.mm(g.to(inner).T, a.to(inner))
-    size = -(-len(a) // blocks)
+    step = BLOCK[a.dtype]
+    if exact and a.dtype is not torch.float64:
+        blocks = (
+            g[i : i + step].double().T @ a[i : i + step].double() for i in range(0, len(a), step)
+        )
+    elif len(a) <= step:
+        return torch.mm(g.T, a)
+    else:
+        blocks = (torch.mm(g[i : i + step].T, a[i : i + step]) for i in range(0, len(a), step))
     total = torch.zeros(g.shape[1], a.shape[1], dtype=torch.float64, device=a.device)
-    for one, two in zip(torch.split(g, size), torch.split(a, size), strict=True):
-        total += torch.mm(one.to(inner).T, two.to(inner))
+    for block in blocks:
+        total += block
     return total
 
 

@@ -262,7 +262,8 @@ class Gate:
             release = observer.release(self, event, sums)
         else:
             release = self._noised(sums, sigma)
-        release = {n: value.to(contributions.dtype) for n, value in release.items()}
+        dtype = contributions.dtype
+        release = {n: v if v.dtype is dtype else v.to(dtype) for n, v in release.items()}
         if mean and self.sampler is not None:
             release = {n: value / self.sampler.batch_size for n, value in release.items()}
         for watcher in self._watchers:
