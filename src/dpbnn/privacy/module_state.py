@@ -358,6 +358,10 @@ def _held(value: Any) -> list[tuple[str, Any]] | None:
         if isinstance(value, kinds):
             parts = [(f".{name}", getattr(value, name, None)) for name in names]
             return [(name, part) for name, part in parts if not isinstance(part, types.ModuleType)]
+    if isinstance(value, functools._lru_cache_wrapper):
+        cached = sorted(gc.get_referents(value), key=id)  # a hit changes their order
+        parts = [(f".cache[{i}]", p) for i, p in enumerate(cached) if p is not vars(value)]
+        return parts + _attributes(value)
     if isinstance(value, weakref.ReferenceType):
         return [("()", value()), *_attributes(value)]
     held = []
