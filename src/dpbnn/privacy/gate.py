@@ -288,12 +288,6 @@ class Gate:
         dtype = contributions.dtype
         if not sigma > 0:
             return _Precision(1.0, dtype)
-        smallest = min(self.clips.values())
-        if smallest < _SMALLEST_CLIP[dtype]:
-            raise ValueError(
-                f"clip={smallest:g}: contributions in {dtype} need {_SMALLEST_CLIP[dtype]:g} or "
-                f"more; use larger contributions and a larger clip"
-            )
         rows = contributions.batch_size if self.sampler is None else self.sampler.most(self.step)
         if not self.ledger.relation.public_size:
             contributions.summed_in = torch.float64
@@ -302,6 +296,13 @@ class Gate:
         if spread * RESOLUTION[dtype] > _COARSE:
             dtype = torch.float64
         spacing(sigma * self.clip, dtype)
+        least = _SMALLEST_CLIP[contributions.dtype]
+        smallest = min(self.clips.values())
+        if smallest < least:
+            raise ValueError(
+                f"clip={smallest:g}: contributions in {contributions.dtype} need {least:g} or "
+                f"more; use larger contributions and a larger clip"
+            )
         share = (1 - spread * RESOLUTION[dtype]) / (1 + 2 * contributions.sum_error(rows))
         if not share > 0:
             raise ValueError(
