@@ -320,7 +320,8 @@ class Gate:
     ) -> dict[str, Tensor]:
         """Return sum_i c_i min(1, C'/|c_i|); `norms` gets those of every chunk if watched.
 
-        A lone chunk's sum is left as it is, several are added up in float64.
+        A lone chunk's sum is left as it is, several are added up in float64; where the number of
+        records is secret, all are float64, so that it does not show.
         """
         total: dict[str, Tensor] = {}
         factors = None
@@ -340,6 +341,8 @@ class Gate:
         if not total:
             like = torch.empty(0, dtype=contributions.dtype, device=contributions.device)
             total = {name: like.new_zeros(s) for name, s in contributions.shapes.items()}
+        if not self.ledger.relation.public_size:
+            total = {name: value.double() for name, value in total.items()}
         return total
 
     def _groups(self, names: Iterable[str]) -> dict[str, list[str]]:
