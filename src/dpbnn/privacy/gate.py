@@ -289,12 +289,6 @@ class Gate:
         dtype = contributions.dtype
         if not sigma > 0:
             return _Precision(1.0, dtype)
-        smallest = min(self.clips.values())
-        if smallest < _SMALLEST_CLIP[dtype]:
-            raise ValueError(
-                f"clip={smallest:g}: contributions in {dtype} need {_SMALLEST_CLIP[dtype]:g} or "
-                f"more; use larger contributions and a larger clip"
-            )
         rows = contributions.batch_size if self.sampler is None else self.sampler.most(self.step)
         if not self.ledger.relation.public_size:
             contributions.summed_in = torch.float64
@@ -303,6 +297,13 @@ class Gate:
         if spread * RESOLUTION[dtype] > _COARSE:
             dtype = torch.float64
         spacing(sigma * self.clip, dtype)
+        least = _SMALLEST_CLIP[contributions.dtype]
+        smallest = min(self.clips.values())
+        if smallest < least:
+            raise ValueError(
+                f"clip={smallest:g}: contributions in {contributions.dtype} need {least:g} or "
+                f"more; use larger contributions and a larger clip"
+            )
         share = (1 - spread * RESOLUTION[dtype]) / (1 + 2 * contributions.sum_error(rows))
         if not share > 0:
             raise ValueError(
@@ -320,7 +321,8 @@ class Gate:
     ) -> dict[str, Tensor]:
         """Return sum_i c_i min(1, C'/|c_i|); `norms` gets those of every chunk if watched.
 
-        A lone chunk's sum is left as it is, several are added up in float64.
+        A lone chunk's sum is left as it is, several are added up in float64; where the number of
+        records is secret, all are float64, so that it does not show.
         """
         total: dict[str, Tensor] = {}
         factors = None
@@ -340,6 +342,8 @@ class Gate:
         if not total:
             like = torch.empty(0, dtype=contributions.dtype, device=contributions.device)
             total = {name: like.new_zeros(s) for name, s in contributions.shapes.items()}
+        if not self.ledger.relation.public_size:
+            total = {name: value.double() for name, value in total.items()}
         return total
 
     def _groups(self, names: Iterable[str]) -> dict[str, list[str]]:
