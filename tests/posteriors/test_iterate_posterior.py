@@ -111,5 +111,5 @@ def test_a_pickle_holds_the_path_of_the_iterates(tmp_path):
     for again in (pickle.loads(pickled), copy.deepcopy(posterior)):
         assert torch.equal(again.outputs(X), posterior.outputs(X))
     (tmp_path / "chain").rename(tmp_path / "other")
-    with pytest.raises(FileNotFoundError, match=r"posterior\.save and dpbnn\.load"):
+    with pytest.raises(FileNotFoundError, match=r"use posterior\.save, dpbnn\.load"):
         pickle.loads(pickled)

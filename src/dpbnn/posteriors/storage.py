@@ -449,7 +449,7 @@ def _reopened(path: str) -> IterateStore:
     if not Path(path).exists():
         raise FileNotFoundError(
             errno.ENOENT,
-            "the iterates stayed in their file, and it is gone; use posterior.save and dpbnn.load",
+            "the iterates were left in their file, which is gone; use posterior.save, dpbnn.load",
             path,
         )
     return IterateStore(path)
