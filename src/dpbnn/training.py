@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,8 +114,8 @@ def fit(
         debug_seed: seeds noise and sampling; the statement then says "debug: not private".
         accountants: Bayesian accountants that observe the clipped norms of every release. What
             they estimate is raw: it is in no statement and in nothing that is saved.
-        beside_paid: the caller charges what the plan has beside it to `ledger`, as private
-            statistics do that were given the same ledger. Otherwise it is charged here.
+        beside_paid: the caller charges what the plan has beside it to `ledger`. Otherwise it is
+            charged here, but for what single gates, such as private statistics, spent there.
     """
     check_one_process()
     if method is None or plan is None:
@@ -291,7 +292,7 @@ class _Run:
             if before is not None:
                 self._restore(before)
             attempt = Attempt(self.run, self.keys.name, self.keys.what)
-            beside = () if before is not None or self.beside_paid else self.plan.beside
+            beside = () if before is not None or self.beside_paid else self._unpaid()
             ledger.check((*self._uncharged(ledger, attempt), *beside))
             for observer in self.accountants:
                 observer.begin(self.plan, ledger.spent(self.label) if self.resume else ())
@@ -396,6 +397,24 @@ class _Run:
             self.plan.sampler.event(sigma, len(list(same)), first)
             for sigma, same in itertools.groupby(self.sigmas[first:])
         ]
+
+    def _unpaid(self) -> list[Event]:
+        """Return what the plan has beside the training and nobody has charged.
+
+        What single gates have spent from the given ledger, such as private statistics, is theirs.
+        Equal events of other runs, or charged for them, pay for nothing.
+        """
+        held = Counter[Event]()
+        for event in [] if self.ledger is None else self.ledger.outside_runs(_BESIDE):
+            held[dataclasses.replace(event, count=1)] += event.count
+        unpaid = []
+        for event in self.plan.beside:
+            unit = dataclasses.replace(event, count=1, start=0, order="")
+            there = min(held[unit], event.count)
+            held[unit] -= there
+            if event.count > there:
+                unpaid.append(dataclasses.replace(event, count=event.count - there))
+        return unpaid
 
     def _noise(self) -> NoiseSource:
         if self.debug_seed is not None:

@@ -311,14 +311,20 @@ def test_item_47_what_the_plan_has_beside_it_is_charged_to_any_ledger(tmp_path):
     posterior = fit(plan=joint, ledger=other)
     assert posterior.privacy.epsilon == pytest.approx(joint.epsilon)
     assert other.releases == STEPS + 1
-    # Equal events of another run pay for nothing; the caller may say that he has paid.
+    # Equal events of another run, and what was charged for it, pay for nothing.
     assert fit(plan=joint, ledger=other).privacy.epsilon > joint.epsilon
     assert other.releases == 2 * (STEPS + 1)
-    paid = dpbnn.Ledger()
-    paid.spend(statistics().own_events[0])
-    posterior = fit(plan=joint, ledger=paid, beside_paid=True)
-    assert posterior.privacy.epsilon == pytest.approx(joint.epsilon)
-    assert paid.releases == STEPS + 1
+    twice = dpbnn.Ledger()
+    fit(ledger=twice)
+    fit(plan=plan(beside=[plan()]), ledger=twice)
+    assert twice.releases == 3 * STEPS
+    # What single gates have spent there is theirs, and the caller may say that he has paid.
+    for options in ({}, {"beside_paid": True}):
+        paid = dpbnn.Ledger()
+        paid.spend(statistics().own_events[0])
+        posterior = fit(plan=joint, ledger=paid, **options)
+        assert posterior.privacy.epsilon == pytest.approx(joint.epsilon)
+        assert paid.releases == STEPS + 1
 
 
 @fails_on(47, broken.what_is_unknown_is_called_private)

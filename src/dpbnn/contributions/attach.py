@@ -278,7 +278,7 @@ class Attached:
         if not isinstance(log_prob, Tensor) or log_prob.shape != (recorder.batch,):
             shape = tuple(log_prob.shape) if isinstance(log_prob, Tensor) else type(log_prob)
             raise UnsupportedModel(
-                f"likelihood {self.likelihood!r} returned {shape} for {recorder.batch} examples; "
+                f"likelihood {self.likelihood!r} returned {shape} for a batch; "
                 "return one log-probability per example, without a mean or sum over the batch."
             )
         return log_prob

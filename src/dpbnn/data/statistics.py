@@ -239,8 +239,8 @@ def share(fraction: float, **arguments: Any) -> tuple[Plan, Plan]:
     """Split a budget between private statistics and training.
 
     **Guarantee.** Both together cost at most (epsilon, delta): the second plan has the first
-    beside it, and is solved for jointly. Give `fit` the ledger of the statistics and
-    `beside_paid=True`, or it charges them again. The statistics alone cost fraction * epsilon.
+    beside it, and is solved for jointly. Give `fit` the ledger of the statistics, or
+    it charges them again. The statistics alone cost fraction * epsilon.
 
     Args:
         fraction: of epsilon that the statistics would cost alone; training pays less than that,

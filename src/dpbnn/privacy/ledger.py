@@ -181,6 +181,18 @@ class Ledger:
         """Return what was spent under a label, in order."""
         return tuple(event for event, mechanism in self._refresh() if mechanism.label == label)
 
+    def outside_runs(self, other_than: str) -> list[Event]:
+        """Return what single gates have spent, and no run of `fit`, under any label but one."""
+        with self._mine():
+            self._refresh()
+            mechanisms, attempts = list(self._mechanisms), list(self._attempts)
+            return [
+                dataclasses.replace(mechanisms[entry.mechanism].event, count=entry.count)
+                for entry in self._entries
+                if not attempts[entry.attempt].what
+                and mechanisms[entry.mechanism].label != other_than
+            ]
+
     def steps(self, run: str) -> int:
         """Return how many different steps of a run are recorded, by any of its attempts."""
         with self._mine():
