@@ -82,7 +82,7 @@ def test_a_batch_without_chunks_releases_noise_too():
 def test_a_scale_without_a_grid_is_refused_before_anything_is_spent():
     for clip, width in ((1e-38, 1), (1.0, 10**6)):
         gate = Gate(clip=clip, noise_multiplier=1.0 if width == 1 else 1e10)
-        with pytest.raises(ValueError, match=r"clip=1e-38|noise_multiplier=1e\+10"):
+        with pytest.raises(ValueError, match=r"std=1e-38|noise_multiplier=1e\+10"):
             gate(DenseContributions(torch.zeros(1, width)))
         assert gate.ledger.releases == gate.noise.draws == gate.step == 0
 
