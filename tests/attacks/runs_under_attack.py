@@ -2,6 +2,8 @@
 
 import contextlib
 import hashlib
+import os
+import signal
 
 import torch
 from torch import nn
@@ -29,10 +31,6 @@ def fit(data=None, model=None, **options):
     return dpbnn.fit(model or nn.Linear(3, 2), data or dataset(), **{**arguments, **options})
 
 
-class Stopped(BaseException):
-    """The process ended here, as far as the library can tell."""
-
-
 @contextlib.contextmanager
 def released(patch):
     """Collect a digest of every release that was made; the same one made twice counts once."""
@@ -50,9 +48,6 @@ def released(patch):
 
 def interrupt(patch, after):
     """Interrupt every run after so many updates, as Ctrl-C would."""
-    import os
-    import signal
-
     for kind in _subclasses(Process):
         if "update" in vars(kind):
             update = kind.update

@@ -197,7 +197,7 @@ def test_item_41_a_run_that_was_forked_goes_on_in_one_process_alone(tmp_path):
         patch.setattr(dpbnn.methods.sgd.SGDProcess, "update", fork)
         status = 1
         try:
-            fit(out=tmp_path)
+            fit(out=tmp_path, checkpoint_every=100)
             status = 0
         except RuntimeError as error:
             status = 7 if "fit was forked" in str(error) else 2
