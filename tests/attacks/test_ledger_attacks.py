@@ -10,6 +10,7 @@ import time
 import broken_versions as broken
 import pytest
 import torch
+from forks import exit_code, started
 from runs_under_attack import STEPS, N, dataset, fit, plan
 from sklearn.datasets import load_iris
 from torch import nn
@@ -248,17 +249,15 @@ def fail(run):
 @fails_on(37, broken.a_run_keeps_its_ledger_to_itself_until_it_ends)
 def test_item_37_a_killed_run_leaves_what_it_spent(tmp_path):
     out = tmp_path / "run"
-    child = os.fork()
-    if child == 0:
-        try:
-            with new_run(out, overwrite=False) as workspace:
-                gate = Gate(1.0, 1.0, ledger=workspace.book(1e-5))
-                for _ in range(7):
-                    gate(DenseContributions(torch.zeros(1, 1)))
-                os.kill(os.getpid(), signal.SIGKILL)
-        finally:
-            os._exit(1)
-    os.waitpid(child, 0)
+
+    def killed():
+        with new_run(out, overwrite=False) as workspace:
+            gate = Gate(1.0, 1.0, ledger=workspace.book(1e-5))
+            for _ in range(7):
+                gate(DenseContributions(torch.zeros(1, 1)))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert exit_code(started(killed)) == -signal.SIGKILL
     assert (out / "ledger.jsonl").is_file()
     assert dpbnn.Ledger(out / "ledger.jsonl").releases == 7
     with (
@@ -403,22 +402,12 @@ def test_item_48_threads_and_processes_share_a_ledger_file(tmp_path):
     ]
     for thread in threads:
         thread.start()
-    children = []
-    for _ in range(2):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                spend(book)
-                status = 0
-            finally:
-                os._exit(status)
-        children.append(child)
+    children = [started(lambda: spend(book)) for _ in range(2)]
     for thread in threads:
         thread.join(120)
         assert not thread.is_alive()
     for child in children:
-        assert os.waitpid(child, 0)[1] == 0
+        assert exit_code(child) == 0
     assert book.releases == 80
     assert dpbnn.Ledger(book.path).releases == 80
 

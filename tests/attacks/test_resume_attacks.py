@@ -8,6 +8,7 @@ import shutil
 import broken_versions as broken
 import pytest
 import torch
+from forks import exit_code, fork, started
 from runs_under_attack import STEPS, dataset, fit, interrupted, plan, released
 from torch import nn
 from twins import fails_on, twins_of
@@ -167,19 +168,14 @@ def test_item_41_a_forked_gate_has_reserved_nothing(tmp_path):
     ledger = dpbnn.Ledger(tmp_path / "ledger.jsonl")
     gate = Gate(1.0, 1.0, ledger=ledger)
     gate.reserve(5)
+
+    def release():
+        for _ in range(5):
+            gate(DenseContributions(torch.zeros(1, 1)))
+
     for _ in range(3):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                for _ in range(5):
-                    gate(DenseContributions(torch.zeros(1, 1)))
-                status = 0
-            finally:
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0
-    for _ in range(5):
-        gate(DenseContributions(torch.zeros(1, 1)))
+        assert exit_code(started(release)) == 0
+    release()
     assert ledger.releases == 20
 
 
@@ -188,13 +184,13 @@ def test_item_41_a_run_that_was_forked_goes_on_in_one_process_alone(tmp_path):
     children = []
     update = dpbnn.methods.sgd.SGDProcess.update
 
-    def fork(self, release):
+    def forked(self, release):
         update(self, release)
         if self.steps == 3 and not children:
-            children.append(os.fork())
+            children.append(fork())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dpbnn.methods.sgd.SGDProcess, "update", fork)
+        patch.setattr(dpbnn.methods.sgd.SGDProcess, "update", forked)
         status = 1
         try:
             fit(out=tmp_path, checkpoint_every=100)
@@ -205,22 +201,18 @@ def test_item_41_a_run_that_was_forked_goes_on_in_one_process_alone(tmp_path):
             if children and children[0] == 0:
                 os._exit(status)
     assert status == 0
-    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 7
+    assert exit_code(children[0]) == 7
 
 
 def test_item_41_a_forked_ledger_in_memory_is_refused():
     gate = Gate(1.0, 1.0)
     gate.reserve(2)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
+
+    def release():
+        with pytest.raises(RuntimeError, match="give the ledger a path"):
             gate(DenseContributions(torch.zeros(1, 1)))
-        except RuntimeError as error:
-            status = 0 if "give the ledger a path" in str(error) else 2
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
+
+    assert exit_code(started(release)) == 0
 
 
 @pytest.mark.parametrize("thing", [Gate(1.0, 1.0), dpbnn.Ledger()])

@@ -1,14 +1,15 @@
 import contextlib
 import errno
 import json
-import multiprocessing
 import os
 import random
 import signal
 import struct
 import time
+from functools import partial
 
 import pytest
+from forks import exit_code, started
 
 import dpbnn
 from dpbnn.privacy.events import Event
@@ -282,13 +283,9 @@ def spend_many(path, times):
 
 def test_several_processes_on_one_ledger_are_serialised(path):
     Ledger(path)
-    context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=spend_many, args=(path, 40)) for _ in range(4)]
+    workers = [started(partial(spend_many, path, 40)) for _ in range(4)]
     for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-        assert worker.exitcode == 0
+        assert exit_code(worker) == 0
     assert Ledger(path).releases == 160
 
 
@@ -322,17 +319,12 @@ def check_killed(kind, path, tmp_path, attempts):
     progressed = 0
     for attempt in range(attempts):
         used = tmp_path / f"used{attempt}"
-        child = os.fork()
-        if child == 0:
-            try:
-                use_releases(kind, path, used)
-            finally:
-                os._exit(1)
+        child = started(partial(use_releases, kind, path, used))
         while attempt % 2 and not (used.exists() and used.stat().st_size):
             time.sleep(0.001)
         time.sleep(chance.uniform(0.0, 0.03))
         os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        exit_code(child)
         count = (
             struct.unpack("q", used.read_bytes())[0] if used.exists() and used.stat().st_size else 0
         )

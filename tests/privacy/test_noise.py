@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from false_alarms import LEVEL
+from forks import exit_code, started
 from scipy import stats
 from torch import Tensor
 
@@ -254,19 +255,13 @@ def test_another_process_draws_other_noise() -> None:
 
 
 def in_fork(child: Callable[[], bytes]) -> bytes:
-    """What a fork returns. It has one thread, as torch's own forks: OpenMP waits for lost ones."""
+    """What a fork returns."""
     reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            torch.set_num_threads(1)
-            os.write(writer, child())
-        finally:
-            os._exit(0)
+    pid = started(lambda: os.write(writer, child()))
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
         data = pipe.read()
-    os.waitpid(pid, 0)
+    assert exit_code(pid) == 0
     return data
 
 
