@@ -11,6 +11,7 @@ import pytest
 from command_line import run
 
 import dpbnn
+from dpbnn.messages import HiddenError
 from dpbnn.runs import Run, new_run
 
 PLAN = ["plan", "--delta", "1e-5", "--n", "60000", "--batch-size", "256", "--epochs", "15"]
@@ -101,6 +102,16 @@ def test_bad_values_give_one_line_and_exit_code_two(capsys, arguments, message):
     assert out == ""
     assert message in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_an_error_on_private_data_is_one_line_too(capsys, monkeypatch):
+    def fails(**arguments):
+        raise HiddenError("the network fails on the data (ValueError); change it")
+
+    monkeypatch.setattr(dpbnn, "plan", fails, raising=False)
+    code, out, err = run(capsys, "plan", "--delta", "1e-5", "--n", "100")
+    assert (code, out) == (2, "")
+    assert err == "dpbnn: the network fails on the data (ValueError); change it\n"
 
 
 def test_a_damaged_ledger_is_one_line_too(capsys, tmp_path):

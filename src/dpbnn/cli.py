@@ -178,4 +178,11 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:
         click.echo(f"dpbnn: {error.filename}: {error.strerror}", err=True)
         code = 2
+    except RuntimeError as error:
+        from dpbnn.messages import HiddenError  # torch comes with it
+
+        if not isinstance(error, HiddenError):
+            raise
+        click.echo(f"dpbnn: {error}", err=True)
+        code = 2
     sys.exit(code)

@@ -579,6 +579,12 @@ def test_item_49_calibration(kind, mode):
     quiet(lambda: dpbnn.select(several, data, **given, ledger=ledger), mode)
 
 
+def test_item_49_calibration_does_not_count_bad_records():
+    """Their number, as that of all records, is no public one under add/remove."""
+    with pytest.raises(ValueError, match="some calibration records cannot be used: "):
+        dpbnn.recalibrate(fitted(small(), tensors()), with_label(), 50.0, 1e-4)
+
+
 @pytest.mark.parametrize("mode", ["error", "zero"])
 def test_item_49_calibration_of_a_network_that_quotes(mode):
     found, data = fitted(Quoting(), tensors()), with_number(NUMBER)

@@ -272,7 +272,8 @@ class Records:
         """Return the records without bad ones, or refuse them."""
         bad = bad.cpu()
         if self.on_bad_rows != "zero":
-            refuse_rows(bad, expected, show=self.on_bad_rows == "show", what="calibration records")
+            show = self.on_bad_rows == "show"
+            refuse_rows(bad, expected, show=show, what="calibration records", counted=False)
             return self
         shape = (-1, *[1] * (self.x.dim() - 1))
         x = self.x.masked_fill(bad.view(shape).to(self.x.device), 0)

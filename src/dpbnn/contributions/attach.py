@@ -276,9 +276,11 @@ class Attached:
         with replaced_forwards(forwards):
             log_prob = self.log_prob(model(*x), y)
         if not isinstance(log_prob, Tensor) or log_prob.shape != (recorder.batch,):
-            shape = tuple(log_prob.shape) if isinstance(log_prob, Tensor) else type(log_prob)
+            found = type(log_prob).__name__
+            if isinstance(log_prob, Tensor):
+                found = f"a tensor of {log_prob.dim()} dimensions"
             raise UnsupportedModel(
-                f"likelihood {self.likelihood!r} returned {shape} for a batch; "
+                f"likelihood {self.likelihood!r} returned {found} for a batch; "
                 "return one log-probability per example, without a mean or sum over the batch."
             )
         return log_prob
