@@ -22,7 +22,7 @@ import torch
 import dpbnn
 from benchmarks.clipping import timed
 from dpbnn.likelihoods import Categorical
-from dpbnn.methods.base import Problem
+from dpbnn.methods.method import Problem
 from dpbnn.privacy.bayesian_costs import left_cost, upper_mean
 from dpbnn.privacy.gate import Watcher
 

@@ -20,7 +20,7 @@ import torch
 import dpbnn
 from benchmarks.clipping import timed
 from dpbnn.likelihoods import Categorical
-from dpbnn.methods.base import Problem
+from dpbnn.methods.method import Problem
 from dpbnn.posteriors import MeanFieldPosterior
 
 N, BATCH = 60_000, 256

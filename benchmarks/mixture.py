@@ -30,14 +30,14 @@ import numpy as np
 import torch
 
 import dpbnn
-from dpbnn.evaluation.mixtures import (
+from dpbnn.evaluation.mixture_error import (
     MixtureError,
     confidence_ring,
     label_posterior,
     match_components,
     mixture_error,
 )
-from dpbnn.methods.base import Method
+from dpbnn.methods.method import Method
 from dpbnn.mixtures import synthetic_mixture
 from dpbnn.posteriors import MixturePosterior
 

@@ -29,7 +29,7 @@ from dpbnn.posteriors.natural import FAR
 Job = dict[str, Any]
 Layers = list[tuple[Tensor, Tensor]]
 
-_CAP = 0.8  # as in dpbnn.moments.network
+_CAP = 0.8  # as in dpbnn.moments.relu_network
 _MOST, _FAR = 1e12, 1e3  # as in dpbnn.methods.sep
 
 

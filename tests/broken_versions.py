@@ -25,17 +25,17 @@ from torch import nn
 import dpbnn
 from dpbnn import checkpoint, messages, networks, rows, runs, training
 from dpbnn.calibration import release
-from dpbnn.contributions import Contributions, DenseContributions, network, outer, sites
+from dpbnn.contributions import Contributions, DenseContributions, outer, recorded, sites
 from dpbnn.contributions.attach import Attached
-from dpbnn.contributions.network import Microbatched, NetworkContributions
 from dpbnn.contributions.outer import Outer
 from dpbnn.contributions.probe import _Probe
+from dpbnn.contributions.recorded import Microbatched, NetworkContributions
 from dpbnn.data import statistics
 from dpbnn.likelihoods import Categorical
-from dpbnn.methods.base import Descent, DescentProcess, Problem
-from dpbnn.methods.langevin import LangevinProcess
+from dpbnn.methods.method import Descent, DescentProcess, Problem
 from dpbnn.methods.sep import SEPProcess
 from dpbnn.methods.sgd import SGDProcess
+from dpbnn.methods.sgld import LangevinProcess
 from dpbnn.methods.watch import Watch
 from dpbnn.posteriors import IterateWriter, folder
 from dpbnn.privacy import (
@@ -591,7 +591,7 @@ def the_sensitivity_is_damped(patch: Patch) -> None:
 
 
 def norms_are_rounded_to_half_precision(patch: Patch) -> None:
-    patch.setattr(network, "INFLATION", 1.0)
+    patch.setattr(recorded, "INFLATION", 1.0)
     around(
         patch, NetworkContributions, "norms",
         lambda original, self: original(self).bfloat16().double(),
@@ -751,7 +751,9 @@ def open_fits_are_recorded_nowhere(patch: Patch) -> None:
     def opened(original, self, delta):
         return Ledger() if self.epsilon is None else original(self, delta)
 
-    around(patch, importlib.import_module("dpbnn.estimators.base").PrivateBayes, "_ledger", opened)
+    around(
+        patch, importlib.import_module("dpbnn.estimators.estimator").PrivateBayes, "_ledger", opened
+    )
 
 
 def ledgers_have_no_lock(patch: Patch) -> None:
@@ -802,7 +804,7 @@ def errors_of_the_network_are_quoted(patch: Patch) -> None:
 
 
 def cells_that_are_no_numbers_raise(patch: Patch) -> None:
-    for module in ("dpbnn.rows", "dpbnn.estimators.base", "dpbnn.calibration.release"):
+    for module in ("dpbnn.rows", "dpbnn.estimators.estimator", "dpbnn.calibration.release"):
         patch.setattr(f"{module}.as_numbers", lambda values: values)
 
 
@@ -819,7 +821,7 @@ def errors_keep_their_context(patch: Patch) -> None:
 
 
 def scikit_learn_is_passed_on(patch: Patch) -> None:
-    patch.setattr("dpbnn.estimators.inputs._told", str)
+    patch.setattr("dpbnn.estimators.scaling._told", str)
 
 
 def unknown_labels_are_quoted(patch: Patch) -> None:

@@ -7,7 +7,7 @@ import torch
 
 import dpbnn
 from dpbnn.contributions import DenseContributions
-from dpbnn.methods.base import Method, Process
+from dpbnn.methods.method import Method, Process
 from dpbnn.methods.sgd import SGDProcess
 from dpbnn.posteriors import PointPosterior
 from dpbnn.privacy.audit import PrivacyBug

@@ -18,7 +18,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import dpbnn
 from dpbnn import PrivateBayesClassifier, PrivateBayesRegressor
-from dpbnn.estimators.inputs import Scaling, parsed_bounds
+from dpbnn.estimators.scaling import Scaling, parsed_bounds
 
 QUICK = {"epsilon": None, "epochs": 50, "learning_rate": 5e-3, "random_state": 0}
 LINE = {"bounds": (0, 1), "classes": [0, 1], "epochs": 20, "random_state": 0}
@@ -233,7 +233,7 @@ def test_scaling_is_the_same_in_blocks_and_in_single_precision(monkeypatch):
     scaling = parsed_bounds((-1.5, np.arange(1, 8)), 7)
     expected = 2 * (np.clip(values, -1.5, scaling.high) + 1.5) / (scaling.high + 1.5) - 1
     for block in (1, 100, 1 << 16):
-        monkeypatch.setattr("dpbnn.estimators.inputs._BLOCK", block)
+        monkeypatch.setattr("dpbnn.estimators.scaling._BLOCK", block)
         np.testing.assert_allclose(scaling(values), expected, atol=1e-12)
     single = values.astype(np.float32)
     np.testing.assert_array_equal(

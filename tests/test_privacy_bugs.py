@@ -25,7 +25,7 @@ import dpbnn
 from dpbnn.contributions import DenseContributions, UnsupportedModel, attach
 from dpbnn.contributions.outer import Outer
 from dpbnn.likelihoods import Categorical
-from dpbnn.methods.base import Problem
+from dpbnn.methods.method import Problem
 from dpbnn.privacy import noise
 from dpbnn.privacy.noise import NoiseSource
 

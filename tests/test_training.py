@@ -14,7 +14,7 @@ from interruption import stop_after
 from torch import nn
 
 import dpbnn
-from dpbnn.methods.base import Process
+from dpbnn.methods.method import Process
 from dpbnn.privacy.gate import Gate
 
 N, STEPS = 40, 12

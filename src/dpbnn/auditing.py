@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dpbnn.likelihoods import Categorical, Likelihood
-from dpbnn.methods.base import Method
+from dpbnn.methods.method import Method
 from dpbnn.posteriors import Posterior
 from dpbnn.priors import Prior
 from dpbnn.privacy import audit

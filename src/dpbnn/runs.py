@@ -23,7 +23,7 @@ import torch
 import dpbnn
 from dpbnn.checkpoint import LOCK, folder_lock
 from dpbnn.data.schema import Schema
-from dpbnn.estimators.base import PrivateBayes
+from dpbnn.estimators.estimator import PrivateBayes
 from dpbnn.posteriors.folder import file_hash
 from dpbnn.privacy.ledger import Ledger
 

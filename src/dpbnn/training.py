@@ -24,7 +24,7 @@ from dpbnn.contributions import UnsupportedModel
 from dpbnn.contributions.kept import Kept
 from dpbnn.likelihoods import Likelihood
 from dpbnn.messages import unquoted
-from dpbnn.methods.base import Method, OpenProcess, Problem, Process
+from dpbnn.methods.method import Method, OpenProcess, Problem, Process
 from dpbnn.methods.watch import Watch, taken
 from dpbnn.mixtures import GaussianMixture, checked_points
 from dpbnn.networks import LearnedNoise, training_mode

@@ -22,8 +22,8 @@ from twins import fails_on, twins_of
 import dpbnn
 from dpbnn import likelihoods
 from dpbnn.contributions import UnsupportedModel
-from dpbnn.methods.base import Method, Problem, Process
 from dpbnn.methods.bbp import BBPProcess
+from dpbnn.methods.method import Method, Problem, Process
 from dpbnn.methods.sgd import SGDProcess
 from dpbnn.posteriors import PointPosterior
 from dpbnn.privacy.module_state import ModuleState
@@ -258,7 +258,7 @@ class Remembering:
         return likelihoods.Gaussian(0.5).log_prob(outputs, y)
 
     def predictive(self, outputs):
-        return dpbnn.posteriors.base.predictive_from(likelihoods.Gaussian(0.5), outputs)
+        return dpbnn.posteriors.posterior.predictive_from(likelihoods.Gaussian(0.5), outputs)
 
 
 @fails_on(34, broken.changed_state_is_accepted)

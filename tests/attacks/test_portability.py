@@ -10,8 +10,8 @@ from twins import fails_on, twins_of
 
 import dpbnn
 from dpbnn import checkpoint
-from dpbnn.methods import langevin
-from dpbnn.posteriors import folder, storage
+from dpbnn.methods import sgld
+from dpbnn.posteriors import folder, iterate_file
 from dpbnn.privacy import ledger_file, locks
 
 N = 20
@@ -48,7 +48,7 @@ def test_item_56_a_run_is_interrupted_resumed_saved_and_loaded_without_posix(tmp
         windows.without_posix(patch)
         windows.strict_files(patch)
         patch.setattr(folder, "_WINDOWS", True)
-        patch.setattr(langevin, "IterateWriter", windows.again(storage).IterateWriter)
+        patch.setattr(sgld, "IterateWriter", windows.again(iterate_file).IterateWriter)
         own = windows.again(locks)
         for module, name in (
             (ledger_file, "lock"), (ledger_file, "unlock"), (ledger_file, "sync_folder"),

@@ -11,9 +11,9 @@ from scipy import stats
 from sklearn.mixture import GaussianMixture as Reference
 
 import dpbnn
-from dpbnn.evaluation.mixtures import label_posterior, mixture_error
+from dpbnn.evaluation.mixture_error import label_posterior, mixture_error
 from dpbnn.likelihoods import Mixture
-from dpbnn.methods.base import Problem
+from dpbnn.methods.method import Problem
 from dpbnn.mixtures import synthetic_mixture
 from dpbnn.privacy.noise import NoiseSource
 

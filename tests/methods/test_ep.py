@@ -58,7 +58,7 @@ def test_a_private_plan_is_refused(name):
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_the_order_follows_the_seed_and_a_state_goes_on(name):
-    from dpbnn.methods.base import Problem
+    from dpbnn.methods.method import Problem
 
     torch.manual_seed(0)
     model = dpbnn.mlp(2, (4,), 1)

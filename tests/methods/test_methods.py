@@ -11,7 +11,7 @@ from torch import nn
 import dpbnn
 from dpbnn.likelihoods import Categorical, HeteroscedasticGaussian
 from dpbnn.likelihoods import Gaussian as GaussianNoise
-from dpbnn.methods.base import Problem, Process
+from dpbnn.methods.method import Problem, Process
 
 N = 24
 

@@ -15,7 +15,7 @@ from torch import nn
 import dpbnn
 from dpbnn.contributions import DenseContributions
 from dpbnn.likelihoods import Gaussian as GaussianNoise
-from dpbnn.methods.base import Problem
+from dpbnn.methods.method import Problem
 from dpbnn.methods.sep import SEPProcess
 
 N, NOISE = 40, 0.5

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dpbnn
-from dpbnn.methods.base import Problem
+from dpbnn.methods.method import Problem
 
 PLAN = {"epsilon": 1.0, "delta": 1e-5, "n": 100, "batch_size": 10, "epochs": 1}
 

@@ -9,7 +9,7 @@ from torch import nn
 import dpbnn
 from dpbnn.likelihoods import Categorical
 from dpbnn.likelihoods import Gaussian as GaussianNoise
-from dpbnn.methods.base import Problem
+from dpbnn.methods.method import Problem
 from dpbnn.privacy.noise import NoiseSource
 
 N, COPIES, NOISE, PRIOR = 20, 3000, 0.5, dpbnn.Gaussian(2.0)

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import dpbnn
-from dpbnn.evaluation.mixtures import label_posterior, mixture_error
+from dpbnn.evaluation.mixture_error import label_posterior, mixture_error
 from dpbnn.likelihoods import Mixture
-from dpbnn.methods.base import Problem
+from dpbnn.methods.method import Problem
 from dpbnn.mixtures import synthetic_mixture
 from dpbnn.moments import MixtureMoments, Moments
-from dpbnn.moments.mixture import tilted_moments
+from dpbnn.moments.tilted_mixture import tilted_moments
 
 TAU = math.sqrt(10)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import windows
 
-from dpbnn.posteriors import storage
+from dpbnn.posteriors import iterate_file
 
 LIKE = {"weight": torch.zeros(97, 113), "bias": torch.zeros(4099), "scale": torch.zeros(())}
 MISSING = {
@@ -23,7 +23,7 @@ MISSING = {
 def portable(request, monkeypatch):
     for name in MISSING[request.param]:
         monkeypatch.delattr(os, name, raising=False)
-    return windows.again(storage)
+    return windows.again(iterate_file)
 
 
 def iterate(number):
@@ -38,7 +38,7 @@ def write(module, path, numbers, **settings):
 
 
 def check(path, numbers, dtype=torch.float32):
-    store = storage.IterateStore(path)
+    store = iterate_file.IterateStore(path)
     assert store.numbers == list(numbers)
     for name, found in store.read(range(len(store))).items():
         assert torch.equal(found, torch.stack([iterate(i)[name] for i in numbers]).to(dtype))
@@ -53,7 +53,7 @@ def test_iterates_written_by_threads_come_back(tmp_path, portable, dtype):
 def test_the_file_is_the_same_byte_by_byte(tmp_path, portable, monkeypatch):
     write(portable, tmp_path / "portable", range(1, 4))
     monkeypatch.undo()
-    write(storage, tmp_path / "usual", range(1, 4))
+    write(iterate_file, tmp_path / "usual", range(1, 4))
     assert (tmp_path / "portable").read_bytes() == (tmp_path / "usual").read_bytes()
 
 

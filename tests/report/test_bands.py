@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from dpbnn.commands.bands import band_along
+from dpbnn.cli.bands import band_along
 from dpbnn.data import Column, Schema
 from dpbnn.predictive import RealPredictive
 

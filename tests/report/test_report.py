@@ -30,7 +30,7 @@ from report_pages import (
 import dpbnn
 from dpbnn import report
 from dpbnn.evaluation import evaluate
-from dpbnn.report.reading import guess_chance, percent_up, read
+from dpbnn.report.plain_words import guess_chance, percent_up, read
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.base import ChunkedContributions, Contributions, DenseContributions
+from dpbnn.contributions.dense import ChunkedContributions, Contributions, DenseContributions
 from dpbnn.messages import as_numbers, check_on_bad_rows, refuse_rows, unquoted
 from dpbnn.predictive import ClassPredictive, Predictive, RealPredictive
 from dpbnn.privacy.gate import Gate

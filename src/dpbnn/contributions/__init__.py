@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import Any
 
 from dpbnn.contributions.attach import Attached, attach, contributions
-from dpbnn.contributions.base import Contributions, DenseContributions, UnsupportedModel
-from dpbnn.contributions.network import NetworkContributions
+from dpbnn.contributions.dense import Contributions, DenseContributions, UnsupportedModel
+from dpbnn.contributions.recorded import NetworkContributions
 
 __all__ = [
     "Attached",

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dpbnn.contributions.base import Contributions, UnsupportedModel
+from dpbnn.contributions.dense import Contributions, UnsupportedModel
 from dpbnn.contributions.fallback import replayed
-from dpbnn.contributions.network import Draws, Microbatched, NetworkContributions
+from dpbnn.contributions.recorded import Draws, Microbatched, NetworkContributions
 from dpbnn.contributions.rules import Recorder, Unit, rule_for
 from dpbnn.contributions.tape import Discovery, Draw, Key, Tape, replaced_forwards
 from dpbnn.likelihoods import Likelihood

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from dpbnn.contributions.base import UnsupportedModel
+from dpbnn.contributions.dense import UnsupportedModel
 from dpbnn.contributions.rounding import BLOCK, accurate, summed_rows
 from dpbnn.contributions.rules import Forward, Recorder, Unit
 from dpbnn.contributions.sites import CHANGED, KEPT, Instantiated, Site

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.base import Contributions, Weights
+from dpbnn.contributions.dense import Contributions, Weights
 
 __all__ = ["Kept"]
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from dpbnn.contributions.base import Contributions, UnsupportedModel
-from dpbnn.contributions.network import Microbatched, NetworkContributions
+from dpbnn.contributions.dense import Contributions, UnsupportedModel
 from dpbnn.contributions.outer import Outer
+from dpbnn.contributions.recorded import Microbatched, NetworkContributions
 from dpbnn.contributions.sites import Direct, Site
 
 __all__ = ["masked"]

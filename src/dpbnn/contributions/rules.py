@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpbnn.contributions.base import UnsupportedModel
+from dpbnn.contributions.dense import UnsupportedModel
 from dpbnn.contributions.outer import ConvFactors, Factors, LinearFactors, Outer, Window
 from dpbnn.contributions.rounding import accurate, squares
 from dpbnn.contributions.sites import Direct, Rows, Site, summed_positions

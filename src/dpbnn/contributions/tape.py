@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from dpbnn.contributions.base import UnsupportedModel
+from dpbnn.contributions.dense import UnsupportedModel
 from dpbnn.contributions.rounding import accurate
 from dpbnn.contributions.sites import Site
 

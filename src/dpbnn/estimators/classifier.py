@@ -10,8 +10,8 @@ from sklearn.metrics import accuracy_score
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
-from dpbnn.estimators.base import PrivateBayes, Target
-from dpbnn.estimators.inputs import as_array, in_a_line
+from dpbnn.estimators.estimator import PrivateBayes, Target
+from dpbnn.estimators.scaling import as_array, in_a_line
 from dpbnn.messages import SHOWN
 from dpbnn.predictive import Predictive
 

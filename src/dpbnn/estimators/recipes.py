@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from dpbnn import methods
-from dpbnn.methods.base import Method
-from dpbnn.methods.langevin import Langevin
+from dpbnn.methods.method import Method
+from dpbnn.methods.sgld import Langevin
 from dpbnn.networks import mlp
 from dpbnn.privacy.plan import Plan, open_plan, plan
 

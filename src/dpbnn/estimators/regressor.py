@@ -9,8 +9,8 @@ from sklearn.base import RegressorMixin
 from sklearn.metrics import r2_score
 from sklearn.utils.validation import column_or_1d
 
-from dpbnn.estimators.base import PrivateBayes, Target
-from dpbnn.estimators.inputs import Scaling, as_array, in_a_line, parsed_bounds
+from dpbnn.estimators.estimator import PrivateBayes, Target
+from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, parsed_bounds
 from dpbnn.likelihoods import Gaussian
 from dpbnn.predictive import Predictive, RealPredictive
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dpbnn import methods, priors, training
-from dpbnn.methods.base import Method
+from dpbnn.methods.method import Method
 from dpbnn.posteriors import Posterior
 from dpbnn.posteriors.folder import put_in_place
 from dpbnn.priors import Prior
@@ -24,7 +24,7 @@ from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan
 
 if TYPE_CHECKING:
-    from dpbnn.estimators.base import PrivateBayes
+    from dpbnn.estimators.estimator import PrivateBayes
 
 __all__ = ["load", "packed", "save", "unpacked"]
 

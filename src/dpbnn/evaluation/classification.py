@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dpbnn.evaluation.inputs import Classified, Floats, Integers
+from dpbnn.evaluation.checked import Classified, Floats, Integers
 from dpbnn.evaluation.resampling import Sums, Whole
 
 __all__ = [

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpbnn.evaluation.inputs import Floats, finite
+from dpbnn.evaluation.checked import Floats, finite
 from dpbnn.likelihoods import Categorical
 
 __all__ = ["Diagnostics", "chain_diagnostics", "diagnose"]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpbnn.evaluation.inputs import Floats, Targeted, array, finite
+from dpbnn.evaluation.checked import Floats, Targeted, array, finite
 from dpbnn.evaluation.resampling import Sums, Whole
 from dpbnn.predictive import Predictive
 

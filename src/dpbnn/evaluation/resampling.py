@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dpbnn.evaluation.inputs import Floats, Integers, array
+from dpbnn.evaluation.checked import Floats, Integers, array
 
 __all__ = ["Metric", "Resamples", "Sums", "Whole", "bootstrap"]
 

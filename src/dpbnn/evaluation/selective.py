@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dpbnn.evaluation.inputs import Classified, Floats, array, finite
+from dpbnn.evaluation.checked import Classified, Floats, array, finite
 from dpbnn.evaluation.resampling import Sums, Whole
 from dpbnn.predictive import Predictive
 

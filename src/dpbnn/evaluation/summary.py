@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from dpbnn.evaluation import classification, regression, selective
+from dpbnn.evaluation.checked import Classified, Floats, Integers, Targeted
 from dpbnn.evaluation.classification import Reliability
-from dpbnn.evaluation.inputs import Classified, Floats, Integers, Targeted
 from dpbnn.evaluation.regression import LEVELS, Coverage
 from dpbnn.evaluation.resampling import Metric, Sums, resampled
 from dpbnn.evaluation.selective import RiskCoverage

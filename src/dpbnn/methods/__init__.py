@@ -1,14 +1,14 @@
 """Methods: what an example contributes, and what becomes of the release."""
 
 from dpbnn.methods.adf import ADF
-from dpbnn.methods.base import Method, Problem, Process
 from dpbnn.methods.bbp import BBP
-from dpbnn.methods.dropout import MCDropout, dropout_precision, dropout_weight_decay
 from dpbnn.methods.em import EM
 from dpbnn.methods.ep import EP
-from dpbnn.methods.langevin import SGHMC, SGLD, cyclical
+from dpbnn.methods.mc_dropout import MCDropout, dropout_precision, dropout_weight_decay
+from dpbnn.methods.method import Method, Problem, Process
 from dpbnn.methods.sep import SEP
 from dpbnn.methods.sgd import SGD
+from dpbnn.methods.sgld import SGHMC, SGLD, cyclical
 from dpbnn.methods.vi import VI
 
 __all__ = [

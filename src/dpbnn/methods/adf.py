@@ -6,8 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from dpbnn.methods.base import Problem
 from dpbnn.methods.ep import Sequential, SequentialProcess
+from dpbnn.methods.method import Problem
 from dpbnn.moments.sequential import Array, usable
 
 __all__ = ["ADF"]

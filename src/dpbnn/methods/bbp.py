@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpbnn.contributions.base import Contributions
-from dpbnn.contributions.network import Draws
-from dpbnn.methods.base import Descent, DescentProcess, Problem
+from dpbnn.contributions.dense import Contributions
+from dpbnn.contributions.recorded import Draws
+from dpbnn.methods.method import Descent, DescentProcess, Problem
 from dpbnn.networks import GaussianLayer, IntegratedLinear, to_gaussian
 from dpbnn.posteriors import MeanFieldPosterior, Posterior
 from dpbnn.priors import Prior

@@ -10,8 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.base import ChunkedContributions, Contributions, DenseContributions
-from dpbnn.methods.base import Method, Problem, Process
+from dpbnn.contributions.dense import ChunkedContributions, Contributions, DenseContributions
+from dpbnn.methods.method import Method, Problem, Process
 from dpbnn.mixtures import GaussianMixture, whitened
 from dpbnn.moments.coordinates import packed, unpacked
 from dpbnn.posteriors import MixturePosterior, Posterior

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.base import UnsupportedModel
-from dpbnn.methods.base import Method, OpenProcess, Problem
+from dpbnn.contributions.dense import UnsupportedModel
 from dpbnn.methods.ep_blocks import BlockEPProcess
+from dpbnn.methods.method import Method, OpenProcess, Problem
 from dpbnn.mixtures import GaussianMixture
 from dpbnn.moments import MixtureMoments, Natural, NetworkMoments
 from dpbnn.moments.sequential import Array, Gamma, PriorSites, SequentialNetwork, usable

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dpbnn.methods.base import OpenProcess, Problem
+from dpbnn.methods.method import OpenProcess, Problem
 from dpbnn.moments import MomentModel, Natural
-from dpbnn.moments.base import applied
+from dpbnn.moments.model import applied
 
 if TYPE_CHECKING:
     from dpbnn.methods.ep import EP

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dpbnn.methods.base import Method, Problem, Process
 from dpbnn.methods.ep import EP, check_records
+from dpbnn.methods.method import Method, Problem, Process
 from dpbnn.mixtures import GaussianMixture
 from dpbnn.moments import (
     Coordinates,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dpbnn.methods.base import Descent, DescentProcess, Problem
+from dpbnn.methods.method import Descent, DescentProcess, Problem
 from dpbnn.posteriors import PointPosterior, Posterior
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dpbnn.likelihoods import Gaussian, Likelihood
-from dpbnn.methods.base import Descent, DescentProcess, Problem
 from dpbnn.methods.bbp import BBP, kl_gradient
+from dpbnn.methods.method import Descent, DescentProcess, Problem
 from dpbnn.networks import GaussianLinear, IntegratedLinear
 from dpbnn.posteriors import MeanFieldPosterior, Posterior
 from dpbnn.privacy.checks import check_count, check_numbers

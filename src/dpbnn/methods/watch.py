@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from dpbnn.contributions.attach import describe, refuse_changes
-from dpbnn.contributions.base import UnsupportedModel
+from dpbnn.contributions.dense import UnsupportedModel
 from dpbnn.likelihoods import Likelihood
-from dpbnn.methods.base import Process
+from dpbnn.methods.method import Process
 from dpbnn.posteriors import Posterior
 from dpbnn.privacy.checks import first_line
 from dpbnn.privacy.module_state import Found, ModuleState, change, described, origin

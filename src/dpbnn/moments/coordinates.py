@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.base import ChunkedContributions, Contributions, DenseContributions
-from dpbnn.moments.base import Factors, MomentModel, Moments, Natural, applied
+from dpbnn.contributions.dense import ChunkedContributions, Contributions, DenseContributions
+from dpbnn.moments.model import Factors, MomentModel, Moments, Natural, applied
 
 __all__ = ["Coordinates", "FactorContributions", "Raw", "Whitened", "packed", "unpacked"]
 

@@ -1,15 +1,15 @@
 """What training leaves behind: distributions over weights that predict, and are saved."""
 
-from dpbnn.posteriors.base import Posterior, predictive_from
 from dpbnn.posteriors.dropout import DropoutPosterior
 from dpbnn.posteriors.folder import load
+from dpbnn.posteriors.iterate_file import IterateStore, IterateWriter
 from dpbnn.posteriors.iterates import IteratePosterior
 from dpbnn.posteriors.low_rank import LowRankPosterior
 from dpbnn.posteriors.mean_field import MeanFieldPosterior
-from dpbnn.posteriors.mixture import MixturePosterior
+from dpbnn.posteriors.mixture_means import MixturePosterior
 from dpbnn.posteriors.natural import NaturalPosterior
 from dpbnn.posteriors.point import PointPosterior
-from dpbnn.posteriors.storage import IterateStore, IterateWriter
+from dpbnn.posteriors.posterior import Posterior, predictive_from
 
 __all__ = [
     "DropoutPosterior",

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dpbnn.likelihoods import Gaussian
-from dpbnn.posteriors.base import Posterior, predictive_from
 from dpbnn.posteriors.evaluate import Draws, Inputs, evaluation, number_stream
+from dpbnn.posteriors.posterior import Posterior, predictive_from
 from dpbnn.predictive import Predictive
 
 __all__ = ["DropoutPosterior"]

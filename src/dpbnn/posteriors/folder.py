@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from dpbnn import __version__, likelihoods
 from dpbnn.posteriors import architecture
-from dpbnn.posteriors.storage import IterateStore
+from dpbnn.posteriors.iterate_file import IterateStore
 
 if TYPE_CHECKING:
-    from dpbnn.posteriors.base import Posterior
+    from dpbnn.posteriors.posterior import Posterior
 
 __all__ = ["file_hash", "load", "put_in_place"]
 
@@ -136,7 +136,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _kind(name: str) -> type[Posterior]:
-    from dpbnn.posteriors.base import Posterior
+    from dpbnn.posteriors.posterior import Posterior
 
     if name not in Posterior.kinds:
         raise ValueError(

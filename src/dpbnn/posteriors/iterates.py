@@ -9,11 +9,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from dpbnn.posteriors.base import Posterior
 from dpbnn.posteriors.evaluate import Draws, Inputs
 from dpbnn.posteriors.gaussian import check_like
+from dpbnn.posteriors.iterate_file import IterateStore
 from dpbnn.posteriors.low_rank import LowRankPosterior
-from dpbnn.posteriors.storage import IterateStore
+from dpbnn.posteriors.posterior import Posterior
 
 __all__ = ["IteratePosterior"]
 

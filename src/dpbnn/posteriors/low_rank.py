@@ -9,9 +9,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from dpbnn.posteriors.base import Posterior
 from dpbnn.posteriors.evaluate import Draws, Inputs
 from dpbnn.posteriors.gaussian import check_like, gaussian_draws
+from dpbnn.posteriors.posterior import Posterior
 
 __all__ = ["LowRankPosterior"]
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpbnn.networks import GaussianConv2d, GaussianLayer, GaussianLinear
-from dpbnn.posteriors.base import Posterior
 from dpbnn.posteriors.evaluate import Draws, Inputs
 from dpbnn.posteriors.gaussian import check_like, gaussian_draws
+from dpbnn.posteriors.posterior import Posterior
 
 __all__ = ["MeanFieldPosterior"]
 

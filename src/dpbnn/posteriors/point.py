@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dpbnn.posteriors.base import Posterior
 from dpbnn.posteriors.evaluate import Draws, Inputs
+from dpbnn.posteriors.posterior import Posterior
 
 __all__ = ["PointPosterior"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from dpbnn.report.reading import percent_up
+from dpbnn.report.plain_words import percent_up
 from dpbnn.report.svg import Drawing, Scale
 
 __all__ = [

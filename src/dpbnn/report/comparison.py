@@ -10,7 +10,7 @@ from typing import Any
 from dpbnn.privacy.statement import PrivacyStatement, statement_of
 from dpbnn.report import charts, figures
 from dpbnn.report.page import ComparisonRow
-from dpbnn.report.reading import Reading, read
+from dpbnn.report.plain_words import Reading, read
 from dpbnn.report.template import environment, hero, replace
 
 __all__ = ["render_comparison", "write_comparison"]

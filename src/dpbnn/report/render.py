@@ -12,7 +12,7 @@ from typing import Any
 import dpbnn
 from dpbnn.report import charts, figures, png
 from dpbnn.report.page import Band, Example, Examples, RunPage
-from dpbnn.report.reading import read
+from dpbnn.report.plain_words import read
 from dpbnn.report.template import environment, facts, hero, replace, short
 
 __all__ = ["render", "write"]

@@ -12,7 +12,7 @@ import jinja2
 
 import dpbnn
 from dpbnn.report import charts
-from dpbnn.report.reading import Reading, percent_up
+from dpbnn.report.plain_words import Reading, percent_up
 
 __all__ = ["environment", "facts", "hero", "replace", "short"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dpbnn import data
 from dpbnn.likelihoods import Categorical
 from dpbnn.methods import SGD, VI
-from dpbnn.methods.base import Method, Problem
+from dpbnn.methods.method import Method, Problem
 from dpbnn.posteriors import Posterior
 from dpbnn.priors import Flat, Gaussian
 from dpbnn.privacy.bayesian import BayesianAccountant

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.base import Contributions
+from dpbnn.contributions.dense import Contributions
 from dpbnn.contributions.masked import masked
-from dpbnn.methods.base import Problem
+from dpbnn.methods.method import Problem
 from dpbnn.methods.sgd import SGD, SGDProcess
 
 

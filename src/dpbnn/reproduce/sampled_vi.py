@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpbnn.methods.base import Method, Problem, Process
+from dpbnn.methods.method import Method, Problem, Process
 from dpbnn.posteriors import MeanFieldPosterior, Posterior
 from dpbnn.privacy.checks import check_positive
 from dpbnn.privacy.plan import Plan

@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from dpbnn.commands.say import Speaker, speaking
+from dpbnn.cli.account import plan_table, print_table
+from dpbnn.cli.say import Speaker, speaking
 
 __all__ = ["demo_command"]
 
@@ -31,8 +32,7 @@ def demo_command(out: Path, quiet: bool, as_json: bool) -> None:
     """
     import dpbnn
     from dpbnn import report
-    from dpbnn.cli import plan_table, print_table
-    from dpbnn.commands.evaluating import page
+    from dpbnn.cli.evaluate import page
     from dpbnn.data import Column, Schema
     from dpbnn.runs import REPORT, Run, new_run
 

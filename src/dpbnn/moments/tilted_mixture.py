@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpbnn.likelihoods import Mixture
 from dpbnn.mixtures import GaussianMixture
-from dpbnn.moments.base import Factors, MomentModel, Moments, Natural
+from dpbnn.moments.model import Factors, MomentModel, Moments, Natural
 from dpbnn.posteriors import MixturePosterior, Posterior
 from dpbnn.priors import Gaussian, Prior
 

@@ -24,9 +24,9 @@ from dpbnn.calibration import tempered
 from dpbnn.data.statistics import private_bounds
 from dpbnn.estimators import held_out, recipes, storage
 from dpbnn.estimators.held_out import HeldOut
-from dpbnn.estimators.inputs import Scaling, as_array, in_a_line, parsed_bounds
+from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, parsed_bounds
 from dpbnn.messages import as_numbers, check_on_bad_rows
-from dpbnn.methods.base import Method
+from dpbnn.methods.method import Method
 from dpbnn.posteriors import Posterior
 from dpbnn.predictive import Predictive
 from dpbnn.priors import Gaussian

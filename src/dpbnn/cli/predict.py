@@ -13,8 +13,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from dpbnn.commands.reading import read, reading_options
-from dpbnn.commands.say import Speaker, speaking
+from dpbnn.cli.options import read, reading_options
+from dpbnn.cli.say import Speaker, speaking
 
 if TYPE_CHECKING:
     from dpbnn.predictive import Predictive

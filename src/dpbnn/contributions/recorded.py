@@ -9,7 +9,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.base import ChunkedContributions, Contributions, Weights
+from dpbnn.contributions.dense import ChunkedContributions, Contributions, Weights
 from dpbnn.contributions.rounding import INFLATION, full_precision, no_rows, without
 from dpbnn.contributions.sites import Direct, Site, merge
 

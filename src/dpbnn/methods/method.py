@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbnn.contributions.attach import Attached, attach
-from dpbnn.contributions.base import Contributions, DenseContributions, UnsupportedModel
+from dpbnn.contributions.dense import Contributions, DenseContributions, UnsupportedModel
 from dpbnn.likelihoods import Likelihood
 from dpbnn.priors import Prior
 from dpbnn.privacy.checks import check_numbers, check_positive, first_line

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dpbnn.commands.reading import read
-from dpbnn.commands.say import Speaker, speaking
-from dpbnn.commands.training import (
+from dpbnn.cli.fit import (
     fitted,
     read_training_table,
     settings_of,
     table_options,
     training_options,
 )
+from dpbnn.cli.options import read
+from dpbnn.cli.say import Speaker, speaking
 
 if TYPE_CHECKING:
     from dpbnn.privacy.plan import Plan
@@ -118,7 +118,7 @@ def _run(
     """Fit and evaluate one cell of the comparison, and return its row."""
     import dpbnn
     from dpbnn import report
-    from dpbnn.commands.evaluating import evaluated, page
+    from dpbnn.cli.evaluate import evaluated, page
     from dpbnn.runs import REPORT, Run, new_run
 
     name = f"{method}-{epsilon:g}"

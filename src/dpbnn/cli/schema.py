@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from dpbnn.commands.reading import read, reading_options
-from dpbnn.commands.say import Speaker
+from dpbnn.cli.options import read, reading_options
+from dpbnn.cli.say import Speaker
 
 __all__ = ["chosen_schema", "schema_group"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpbnn.contributions.base import UnsupportedModel
+from dpbnn.contributions.dense import UnsupportedModel
 from dpbnn.likelihoods import Gaussian as GaussianNoise
-from dpbnn.moments.base import Factors, MomentModel, Moments, Natural
+from dpbnn.moments.model import Factors, MomentModel, Moments, Natural
 from dpbnn.posteriors import NaturalPosterior, Posterior
 from dpbnn.posteriors.natural import FAR, LinearMoments, linear_layers, propagate
 from dpbnn.priors import Gaussian, Prior

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from dpbnn.methods.base import Descent, Problem
+from dpbnn.methods.method import Descent, Problem
 from dpbnn.methods.sgd import SGDProcess
 from dpbnn.networks import SharedDropout, training_mode
 from dpbnn.posteriors import DropoutPosterior, Posterior

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dpbnn.mixtures import GaussianMixture, log_normal
-from dpbnn.posteriors.base import Posterior
 from dpbnn.posteriors.evaluate import Draws, Inputs, number_stream
+from dpbnn.posteriors.posterior import Posterior
 
 __all__ = ["MixturePosterior"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpbnn.methods.base import Method, Problem, Process
+from dpbnn.methods.method import Method, Problem, Process
 from dpbnn.posteriors import IteratePosterior, IterateWriter, Posterior
 from dpbnn.privacy.checks import check_count, check_numbers, check_positive
 from dpbnn.privacy.langevin import DRIFT, sgld_noise_multiplier

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dpbnn.commands.reading import read, reading_options
-from dpbnn.commands.say import Speaker, speaking
+from dpbnn.cli.options import read, reading_options
+from dpbnn.cli.say import Speaker, speaking
 
 if TYPE_CHECKING:
     from dpbnn.data import Table
@@ -128,7 +128,7 @@ def coverage(run: Run, predictive: Predictive, truth: Any) -> dict[str, Any] | N
 def page(run: Run, evaluation: Any, *, test_data_public: bool = False) -> RunPage:
     """Return the page of a run, without any test record."""
     from dpbnn import report as reports
-    from dpbnn.commands.bands import band_along
+    from dpbnn.cli.bands import band_along
 
     settings = {**run.manifest["settings"], "model": run.estimator.posterior_.settings}
     if calibration := dict(run.estimator.calibration_):

@@ -1,4 +1,4 @@
-"""The command `dpbnn`."""
+"""dpbnn plan and dpbnn account: what a run will cost, and what has been spent."""
 
 from __future__ import annotations
 
@@ -10,36 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import dpbnn
-from dpbnn.commands.comparing import compare_command
-from dpbnn.commands.demo import demo_command
-from dpbnn.commands.evaluating import evaluate_command, report_command
-from dpbnn.commands.predicting import predict_command
-from dpbnn.commands.schemas import schema_group
-from dpbnn.commands.training import fit_command
-from dpbnn.reproduce.command import reproduce_command
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from dpbnn.privacy.plan import Plan
 
-_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
-
-@click.group(context_settings=_CONTEXT)
-@click.version_option(dpbnn.__version__, prog_name="dpbnn")
-def cli() -> None:
-    """Differentially private Bayesian neural networks."""
-
-
-for _command in (
-    schema_group, fit_command, predict_command, evaluate_command, report_command, compare_command,
-    demo_command, reproduce_command,
-):  # fmt: skip
-    cli.add_command(_command)
-
-
-@cli.command("plan")
+@click.command("plan")
 @click.option("--epsilon", type=float, help="Budget; left out, it is computed.")
 @click.option("--delta", type=float, required=True, help="Delta of the guarantee, below 1/n.")
 @click.option(
@@ -71,7 +49,7 @@ def plan_command(as_json: bool, **arguments: Any) -> None:
     print_table(plan_table(plan))
 
 
-@cli.command("account")
+@click.command("account")
 @click.argument("ledger", type=click.Path(path_type=Path))
 @click.option("--delta", type=float, help="Delta of the guarantee [default: the ledger's].")
 @click.option("--repair", is_flag=True, help="Mend a ledger that is refused as damaged: what may "
@@ -142,47 +120,3 @@ def print_table(table: Table) -> None:
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else 100, highlight=False).print(table)
-
-
-def _keep_lines(command: click.Command) -> None:
-    """Mark the examples in help texts, where click reads a backspace, by that character."""
-    command.help = (command.help or "").replace("\\b\n", "\b\n")
-    for inner in getattr(command, "commands", {}).values():
-        _keep_lines(inner)
-
-
-_keep_lines(cli)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command; an error is one line on standard error.
-
-    Exit codes: 0 success; 1 the budget does not hold the run; 2 bad input; 130 interrupted.
-    """
-    try:
-        code = cli.main(args=arguments, prog_name="dpbnn", standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message())
-        code = 2
-    except click.ClickException as error:
-        click.echo(f"dpbnn: {error.format_message().rstrip('.')}; see 'dpbnn --help'", err=True)
-        code = 2
-    except (click.Abort, KeyboardInterrupt):
-        code = 130
-    except dpbnn.BudgetExceeded as error:
-        click.echo(f"dpbnn: {error}", err=True)
-        code = 1
-    except (ValueError, dpbnn.LedgerCorrupted) as error:
-        click.echo(f"dpbnn: {error}", err=True)
-        code = 2
-    except OSError as error:
-        click.echo(f"dpbnn: {error.filename}: {error.strerror}", err=True)
-        code = 2
-    except RuntimeError as error:
-        from dpbnn.messages import HiddenError  # torch comes with it
-
-        if not isinstance(error, HiddenError):
-            raise
-        click.echo(f"dpbnn: {error}", err=True)
-        code = 2
-    sys.exit(code)

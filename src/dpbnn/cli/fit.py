@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dpbnn.commands.reading import read, reading_options
-from dpbnn.commands.say import Speaker, speaking
+from dpbnn.cli.options import read, reading_options
+from dpbnn.cli.say import Speaker, speaking
 
 if TYPE_CHECKING:
     from dpbnn.data import Schema
-    from dpbnn.estimators.base import PrivateBayes
+    from dpbnn.estimators.estimator import PrivateBayes
 
 __all__ = [
     "fit_command",
@@ -147,7 +147,7 @@ def read_training_table(
     table: Path, options: dict[str, Any], *, private: bool
 ) -> tuple[Schema, Any, Any]:
     """Return the schema and the encoded table, or raise before anything is spent."""
-    from dpbnn.commands.schemas import chosen_schema
+    from dpbnn.cli.schema import chosen_schema
 
     rows = read(table, options)
     about = {name: options[name] for name in _ABOUT}
