@@ -38,9 +38,11 @@ def stepper(watchers: list[Watcher], device: str) -> Callable[[], None]:
     process = dpbnn.SGD(learning_rate=0.1, clip=1.5).start(problem)
     gate = dpbnn.Gate(1.5, 1.3, dpbnn.Poisson(N, BATCH), watchers=watchers)
     gate.reserve(10**5)
+    state = process.begin()
 
     def step() -> None:
-        process.update(gate(process.contribute(x, y)))
+        nonlocal state
+        state = process.update(state, gate(process.contribute(state, x, y)))
 
     return step
 

@@ -36,9 +36,12 @@ def stepper(method: object, device: str) -> Callable[[], None]:
     process = method.start(problem)
     gate = dpbnn.Gate(1.0, 1.0)
     gate.reserve(10**5)
+    state = process.begin()
 
     def step() -> None:
-        process.update(gate(process.contribute(x, y)))
+        nonlocal state
+        state = process.draw(state)
+        state = process.update(state, gate(process.contribute(state, x, y)))
 
     return step
 

@@ -23,7 +23,7 @@ import windows
 from torch import nn
 
 import dpbnn
-from dpbnn import checkpoint, messages, networks, rows, runs, training
+from dpbnn import checkpoint, messages, networks, resume, rows, runs, training
 from dpbnn.calibration import release
 from dpbnn.contributions import Contributions, DenseContributions, outer, recorded, sites
 from dpbnn.contributions.attach import Attached
@@ -32,7 +32,7 @@ from dpbnn.contributions.probe import _Probe
 from dpbnn.contributions.recorded import Microbatched, NetworkContributions
 from dpbnn.data import statistics
 from dpbnn.likelihoods import Categorical
-from dpbnn.methods.method import Descent, DescentProcess, Problem
+from dpbnn.methods.method import Descent, Problem
 from dpbnn.methods.sep import SEPProcess
 from dpbnn.methods.sgd import SGDProcess
 from dpbnn.methods.sgld import LangevinProcess
@@ -108,16 +108,16 @@ def the_norm_forgets_the_prior(patch: Patch) -> None:
 
 
 def the_prior_is_lost(patch: Patch) -> None:
-    def gradient(self, release):
-        return {name: release[name] / self.problem.batch_size for name in self.parameters}
+    def gradient(self, state, release):
+        return {name: release[name] / self.problem.batch_size for name in state.parameters}
 
     patch.setattr(SGDProcess, "gradient", gradient)
 
 
 def the_prior_counts_once_per_batch(patch: Patch) -> None:
-    def gradient(self, release):
+    def gradient(self, state, release):
         b, prior = self.problem.batch_size, self.problem.prior
-        return {n: (release[n] + prior.gradient(p)) / b for n, p in self.parameters.items()}
+        return {n: (release[n] + prior.gradient(p)) / b for n, p in state.parameters.items()}
 
     patch.setattr(SGDProcess, "gradient", gradient)
 
@@ -172,9 +172,9 @@ def the_trainer_divides_by_the_usable_rows(patch: Patch) -> None:
         self.process.usable = max(1, int(self.rows.kept[batch].sum()))
         original(self, batch)
 
-    def gradient(original, self, release):
+    def gradient(original, self, state, release):
         factor = self.problem.batch_size / self.usable
-        return original(self, {name: factor * value for name, value in release.items()})
+        return original(self, state, {name: factor * value for name, value in release.items()})
 
     around(patch, training._Run, "_one", one)
     around(patch, SGDProcess, "gradient", gradient)
@@ -411,12 +411,12 @@ def frozen_parameters_are_trained_beside_the_gate(patch: Patch) -> None:
     changed_state_is_accepted(patch)
     the_trained_network_becomes_the_posterior(patch)
 
-    def contribute(original, self, x, y):
+    def contribute(original, self, state, x, y):
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                if name not in self.parameters and len(x):
+                if name not in state.parameters and len(x):
                     parameter -= 0.1 * x.mean()
-        return original(self, x, y)
+        return original(self, state, x, y)
 
     around(patch, SGDProcess, "contribute", contribute)
 
@@ -460,7 +460,7 @@ def the_plan_counts_a_step_less(patch: Patch) -> None:
 def a_step_more_runs(patch: Patch) -> None:
     def one(original, self, batch):
         if self.step == 0:
-            self.gate(self.process.contribute(self.x[batch], self.y[batch]))
+            self.gate(self.process.contribute(self.state, self.x[batch], self.y[batch]))
         original(self, batch)
 
     around(patch, training._Run, "_one", one)
@@ -547,7 +547,7 @@ def _rejected(contributions: Contributions) -> bool:
 
 def a_rejected_factor_skips_the_step(patch: Patch) -> None:
     def one(original, self, batch):
-        found = self.process.contribute(self.x[batch], self.y[batch])
+        found = self.process.contribute(self.state, self.x[batch], self.y[batch])
         if _rejected(found) or not self.rows.kept[batch].all():
             self.step += 1
         else:
@@ -569,14 +569,14 @@ def a_rejected_factor_gets_no_noise(patch: Patch) -> None:
 
 
 def the_step_follows_the_accepted_factors(patch: Patch) -> None:
-    def contribute(original, self, x, y):
-        found = original(self, x, y)
+    def contribute(original, self, state, x, y):
+        found = original(self, state, x, y)
         self.accepted = int((found.norms() > 0).sum()) if len(x) else 1
         return found
 
-    def update(original, self, release):
+    def update(original, self, state, release):
         factor = self.problem.batch_size / max(1, self.accepted)
-        original(self, {name: factor * value for name, value in release.items()})
+        return original(self, state, {name: factor * value for name, value in release.items()})
 
     around(patch, SEPProcess, "contribute", contribute)
     around(patch, SEPProcess, "update", update)
@@ -1064,10 +1064,13 @@ def replay_compares_state_dicts(patch: Patch) -> None:
 
 
 def checkpoints_hold_buffers(patch: Patch) -> None:
-    def state(original, self):
-        return original(self) | {f"model.{n}": b.clone() for n, b in self.model.named_buffers()}
+    def checkpoint(original, self):
+        made = original(self)
+        buffers = self.process.model.named_buffers()
+        made.tensors.update({f"state.parameters.{n}": b.clone() for n, b in buffers})
+        return made
 
-    around(patch, DescentProcess, "state", state)
+    around(patch, resume.Run, "_checkpoint", checkpoint)
 
 
 # 53: frozen parameters
@@ -1083,8 +1086,8 @@ def frozen_layers_become_gaussian(patch: Patch) -> None:
 
 
 def chains_begin_with_other_frozen_weights(patch: Patch) -> None:
-    def restart(original, self):
-        original(self)
+    def restart(original, self, state):
+        original(self, state)
         for module in self.model.modules():
             if isinstance(module, nn.Linear):
                 module.reset_parameters()

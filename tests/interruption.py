@@ -8,10 +8,11 @@ def stop_after(updates, process, monkeypatch):
     """Interrupt runs of a kind of process after so many updates, as Ctrl-C would."""
     update, seen = process.update, []
 
-    def counted(self, release):
-        update(self, release)
+    def counted(self, state, release):
+        state = update(self, state, release)
         seen.append(1)
         if len(seen) == updates:
             os.kill(os.getpid(), signal.SIGINT)
+        return state
 
     monkeypatch.setattr(process, "update", counted)

@@ -8,7 +8,6 @@ import torch
 import dpbnn
 from dpbnn.contributions import DenseContributions
 from dpbnn.methods.method import Method, Process
-from dpbnn.methods.sgd import SGDProcess
 from dpbnn.posteriors import PointPosterior
 from dpbnn.privacy.audit import PrivacyBug
 
@@ -104,8 +103,8 @@ class LeakingProcess(Process):
         super().__init__(problem, problem.attach())
         self.way, self.seen = way, 0.0
 
-    def contribute(self, x, y):
-        found = super().contribute(x, y)
+    def contribute(self, state, x, y):
+        found = super().contribute(state, x, y)
         if self.way == "keeps the batch":
             self.seen = float(x.sum())
         if self.way == "examples in each other's contributions" and len(x):
@@ -116,16 +115,14 @@ class LeakingProcess(Process):
             return Shrunk({"weight": x})
         return found
 
-    def update(self, release):
+    def update(self, state, release):
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
+            for name, parameter in state.parameters.items():
                 parameter -= 0.01 * release.get(name, torch.zeros(())) + 1e-3 * self.seen
+        return state
 
-    def posterior(self, **record):
+    def posterior(self, state, **record):
         return PointPosterior(self.model, self.problem.likelihood, **record)
-
-    state = SGDProcess.state
-    restore = SGDProcess.restore
 
 
 def _peek():

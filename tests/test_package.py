@@ -50,9 +50,11 @@ BELOW = {
     "progress": {"privacy"},
     "computed": set(),
     "checkpoint": {"computed", "privacy"},
+    "resume": {"checkpoint", "methods", "posteriors", "privacy", "progress", "rows"},
+    "open_training": {"contributions", "messages", "methods", "resume"},
     "training": {
-        "progress",
-        "checkpoint",
+        "open_training",
+        "resume",
         "messages",
         "privacy",
         "contributions",

@@ -18,6 +18,7 @@ from false_alarms import LEVEL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from stepping import step
 from torch import nn
 from twins import fails_on, twins_of
 
@@ -224,7 +225,7 @@ def test_item_2_the_whole_gradient_is_the_clipped_data_part_and_the_exact_prior_
     exact = -flat(dict(enumerate(torch.autograd.grad(log_prior, parameters.values()))))
     problem = Problem(model, Categorical(), prior, n, N, 1, True)
     process = dpbnn.SGD(learning_rate=1.0, clip=clip).start(problem)
-    process.update(dpbnn.Gate(clip, 0.0)(process.contribute(x, y)))
+    step(process, process.begin(), dpbnn.Gate(clip, 0.0), x, y)
     moved = before - flat(dict(model.named_parameters()))
     assert (data / N).norm() > 0.01
     assert (exact / n).norm() > 0.01
@@ -237,7 +238,8 @@ def test_item_2_a_release_of_zeros_moves_by_the_exact_kl(method):
     prior = dpbnn.Gaussian(0.3)
     model = method.prepared(dpbnn.mlp(FEATURES, (6,), CLASSES))
     process = method.start(Problem(model, Categorical(), prior, 50, N, 1, True))
-    released = process.contribute(*dataset()).shapes
+    state = process.draw(process.begin())
+    released = process.contribute(state, *dataset()).shapes
     parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     leaves = {name: p.double().requires_grad_() for name, p in parameters.items()}
     kl = 0.0
@@ -247,7 +249,7 @@ def test_item_2_a_release_of_zeros_moves_by_the_exact_kl(method):
             p = torch.distributions.Normal(torch.zeros_like(mu), prior.std)
             kl = kl + torch.distributions.kl_divergence(q, p).sum()
     exact = torch.autograd.grad(kl / 50, leaves.values())
-    process.update({name: torch.zeros(shape) for name, shape in released.items()})
+    process.update(state, {name: torch.zeros(shape) for name, shape in released.items()})
     for (name, now), gradient in zip(model.named_parameters(), exact, strict=True):
         torch.testing.assert_close(
             (parameters[name] - now.detach()).double(), gradient, rtol=1e-3, atol=1e-5

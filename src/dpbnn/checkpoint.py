@@ -25,8 +25,7 @@ from dpbnn.privacy.locks import lock, sync_folder, unlock
 __all__ = ["Checkpoint", "Keys", "RunFolder", "folder_lock"]
 
 LOCK = ".lock"
-
-
+_FORMAT = "2"  # of checkpoints: names of their tensors
 _SECRET = ("noise", "sampling", "salt")
 
 
@@ -137,14 +136,17 @@ class RunFolder:
         try:
             with safe_open(self.state_file, "pt") as file:
                 meta = file.metadata()
+            if meta.pop("format", None) != _FORMAT:
+                raise ValueError
             # Copies: Windows replaces no file that is mapped, and this one will be replaced.
             mapped = load_file(self.state_file, device=str(device))
             tensors = {name: value.clone() for name, value in mapped.items()}
             return Checkpoint(tensors=tensors, **{**meta, "step": int(meta["step"])})
         except (SafetensorError, KeyError, TypeError, ValueError):
             raise ValueError(
-                f"{self.state_file}: damaged, or written by an earlier version. Restore it from a "
-                f"backup; or start a new run in another folder, on the same ledger"
+                f"{self.state_file}: damaged, or written by another version of dpbnn. Restore it "
+                f"from a backup, or go on with the version that began the run; or start a new run "
+                f"in another folder, on the same ledger"
             ) from None
 
     def save(self, make: Callable[[], Checkpoint], keys: Keys | None) -> None:
@@ -157,7 +159,7 @@ class RunFolder:
         self.forget_keys()
         checkpoint = make()
         names = ("step", "run", "label", "ledger", "head", "settings")
-        meta = {name: str(getattr(checkpoint, name)) for name in names}
+        meta = {"format": _FORMAT, **{name: str(getattr(checkpoint, name)) for name in names}}
         try:
             _replace(
                 self.state_file, lambda path: save_file(checkpoint.tensors, path, metadata=meta)

@@ -52,10 +52,11 @@ def interrupt(patch, after):
         if "update" in vars(kind):
             update = kind.update
 
-            def counted(self, release, update=update):
-                update(self, release)
-                if self.steps == after:
+            def counted(self, state, release, update=update):
+                state = update(self, state, release)
+                if state.steps == after:
                     os.kill(os.getpid(), signal.SIGINT)
+                return state
 
             patch.setattr(kind, "update", counted)
 

@@ -33,7 +33,7 @@ def train(out, method, after, **options):
 
 def weights(run):
     """The first weights of the network, as they would lie in the file."""
-    return next(iter(run.process.parameters.values())).detach().numpy().tobytes()
+    return next(iter(run.state.parameters.values())).detach().numpy().tobytes()
 
 
 @fails_on(44, broken.iterates_are_written_at_once, method=METHODS[0])

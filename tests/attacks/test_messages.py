@@ -425,10 +425,10 @@ class QuotingMethod(dpbnn.SGD):
         process = super().start(problem)
         original = process.contribute
 
-        def contribute(x, y):
+        def contribute(state, x, y):
             if len(x):
                 raise ValueError(f"{x.double().max().item()} {y.tolist()}")
-            return original(x, y)
+            return original(state, x, y)
 
         process.contribute = contribute
         return process

@@ -22,9 +22,10 @@ from twins import fails_on, twins_of
 import dpbnn
 from dpbnn import likelihoods
 from dpbnn.contributions import UnsupportedModel
+from dpbnn.contributions.attach import public
 from dpbnn.methods.bbp import BBPProcess
 from dpbnn.methods.method import Method, Problem, Process
-from dpbnn.methods.sgd import SGDProcess
+from dpbnn.methods.state import flat
 from dpbnn.posteriors import PointPosterior
 from dpbnn.privacy.module_state import ModuleState
 from dpbnn.rows import checked_rows
@@ -186,8 +187,9 @@ def test_item_33_checkpoints_hold_trainable_parameters_alone(tmp_path):
     model[1].train = lambda mode=True: model[1]
     fitted(model, out=tmp_path / "run", checkpoint_every=2)
     with safe_open(tmp_path / "run" / "checkpoint.safetensors", "pt") as file:
-        names = {name for name in file.keys() if name.startswith("process.model.")}  # noqa: SIM118
-    assert names == {f"process.model.{name}" for name in trainable}
+        start = "state.parameters."
+        names = {name for name in file.keys() if name.startswith(start)}  # noqa: SIM118
+    assert names == {f"{start}{name}" for name in trainable}
 
 
 @pytest.mark.parametrize("method", [dpbnn.SGD(), dpbnn.SGLD(learning_rate=1e-4)])
@@ -197,9 +199,10 @@ def test_item_33_checkpoints_restore_trainable_parameters_alone(method):
     problem = Problem(model, likelihoods.Categorical(), dpbnn.Flat(), N, N, 4, True)
     process = method.start(problem)
     before = copy.deepcopy(model.state_dict())
-    state = {name: value + 1 for name, value in process.state().items()}
-    others = {f"model.{n}": v + 1 for n, v in before.items() if n != "linear.bias"}
-    process.restore({**others, **state})
+    state = process.begin()
+    saved = {name: value + 1 for name, value in flat(state).items()}
+    others = {f"parameters.{n}": v + 1 for n, v in before.items() if n != "linear.bias"}
+    process.resumed(state, {**others, **saved})
     moved = {n for n, v in model.state_dict().items() if not torch.equal(v, before[n])}
     assert moved == {"linear.bias"}
 
@@ -334,16 +337,17 @@ class OwnProcess(Process):
         super().__init__(problem, problem.attach())
         self.way, self.batch = way, torch.zeros(2, FEATURES)
 
-    def contribute(self, x, y):
+    def contribute(self, state, x, y):
         self.batch = x if len(x) else self.batch
-        return super().contribute(x, y)
+        return super().contribute(state, x, y)
 
-    def update(self, release):
+    def update(self, state, release):
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
+            for name, parameter in state.parameters.items():
                 parameter -= 0.01 * release[name]
+        return state
 
-    def posterior(self, **record):
+    def posterior(self, state, **record):
         model, likelihood = copy.deepcopy(self.model), self.problem.likelihood
         if self.way == "attribute":
             model[1].features = self.batch
@@ -360,11 +364,8 @@ class OwnProcess(Process):
             likelihood = Remembering()
             likelihood.y = self.batch
         elif self.way == "rebuilt":
-            model = self.problem.rebuilt(self.parameters)
+            model = self.problem.rebuilt(state.parameters)
         return PointPosterior(model, likelihood, **record)
-
-    state = SGDProcess.state
-    restore = SGDProcess.restore
 
 
 class Plain(nn.Module):
@@ -771,9 +772,9 @@ def test_item_34_what_a_network_draws_moves_no_later_draw():
     drawn = []
     gradient = BBPProcess.gradient
 
-    def recorded(self, release):
-        drawn.append({name: e.clone() for name, e in self._draws[0].items()})
-        return gradient(self, release)
+    def recorded(self, state, release):
+        drawn.append({name: e.clone() for name, e in public(state.draws)[0].items()})
+        return gradient(self, state, release)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BBPProcess, "gradient", recorded)

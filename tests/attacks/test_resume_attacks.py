@@ -184,10 +184,11 @@ def test_item_41_a_run_that_was_forked_goes_on_in_one_process_alone(tmp_path):
     children = []
     update = dpbnn.methods.sgd.SGDProcess.update
 
-    def forked(self, release):
-        update(self, release)
-        if self.steps == 3 and not children:
+    def forked(self, state, release):
+        state = update(self, state, release)
+        if state.steps == 3 and not children:
             children.append(fork())
+        return state
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dpbnn.methods.sgd.SGDProcess, "update", forked)
@@ -376,12 +377,13 @@ def test_item_54_a_folder_serves_one_process_at_a_time(tmp_path):
     seen = []
     update = dpbnn.methods.sgd.SGDProcess.update
 
-    def meanwhile(self, release):
-        update(self, release)
-        if self.steps == 3 and not seen:
+    def meanwhile(self, state, release):
+        state = update(self, state, release)
+        if state.steps == 3 and not seen:
             seen.append(None)
             with pytest.raises(ValueError, match="another process is at work"):
                 fit(out=tmp_path, checkpoint_every=100)
+        return state
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dpbnn.methods.sgd.SGDProcess, "update", meanwhile)

@@ -156,8 +156,8 @@ class Folder(RuleBasedStateMachine):
         update = SGDProcess.update
         steps, overlapping = [], []
 
-        def counted(process, release):
-            update(process, release)
+        def counted(process, state, release):
+            state = update(process, state, release)
             steps.append(1)
             if len(steps) == 2 and overlaps and not overlapping:
                 overlapping.append(1)
@@ -165,6 +165,7 @@ class Folder(RuleBasedStateMachine):
                     dpbnn.fit(**{**arguments, "resume": True})
             if len(steps) == stop:
                 os.kill(os.getpid(), signal.SIGINT)
+            return state
 
         posterior, outcome = None, "died"
         with pytest.MonkeyPatch.context() as patch, killed_at(dies):

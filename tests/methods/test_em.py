@@ -9,11 +9,13 @@ import pytest
 import torch
 from scipy import stats
 from sklearn.mixture import GaussianMixture as Reference
+from stepping import step
 
 import dpbnn
 from dpbnn.evaluation.mixture_error import label_posterior, mixture_error
 from dpbnn.likelihoods import Mixture
 from dpbnn.methods.method import Problem
+from dpbnn.methods.state import flat
 from dpbnn.mixtures import synthetic_mixture
 from dpbnn.privacy.noise import NoiseSource
 
@@ -92,8 +94,8 @@ def test_replay_sees_statistics_that_are_divided_by_a_private_count():
     def leaky(x):
         gate = dpbnn.Gate(math.sqrt(2), 5.0)
         process = start(SETTINGS["paper-means"])
-        release = gate(process.contribute(x, x))
-        return release["mean"] / process.contribute(x, x).weighted_sum(torch.ones(N))["count"][0]
+        found = process.contribute(process.begin(), x, x)
+        return gate(found)["mean"] / found.weighted_sum(torch.ones(N))["count"][0]
 
     x = small()
     other = x.clone()
@@ -109,7 +111,8 @@ def test_uncentred_statistics_have_the_global_sensitivity(covariances):
     assert clip == pytest.approx(math.sqrt(2 + covariances))
     scale = 10.0 ** torch.linspace(-3, 6, 500).double()[:, None]
     x = scale * torch.randn(500, 3, generator=generator(), dtype=torch.float64)
-    norms = start(method).contribute(x, x).norms()
+    process = start(method)
+    norms = process.contribute(process.begin(), x, x).norms()
     assert norms.max() <= clip * (1 + 1e-6)
     assert norms.max() > 0.98 * clip
 
@@ -125,7 +128,7 @@ def noisy(method, sigma, releases, seed=0):
     nothing = torch.full((3, 6), math.nan)
     coordinates, moves = [], []
     for _ in range(releases):
-        release = gate(process.contribute(nothing, nothing))
+        release = gate(process.contribute(process.begin(), nothing, nothing))
         coordinates += [value.flatten() for value in release.values()]
         moves.append(release["mean"].clone())
     return torch.cat(coordinates), torch.stack(moves), clip
@@ -151,7 +154,7 @@ def test_the_noise_reaches_the_posterior():
         process = start(dpbnn.EM(clip=clip), model(8, 6), n=n, batch=n)
         nothing = torch.full((3, 6), math.nan)
         before = process.model.means.detach().clone()
-        process.update(gate(process.contribute(nothing, nothing)))
+        step(process, process.begin(), gate, nothing, nothing)
         moves.append((process.model.means.detach() - before).flatten())
     expected = 0.5 * sigma * clip / (floor + 0.25 / TAU**2)
     found = torch.cat(moves).numpy()
@@ -189,11 +192,11 @@ def test_a_step_never_lowers_the_posterior_density():
     x, _, _ = synthetic_mixture(n=200, components=3, dimensions=2, seed=4)
     prior = dpbnn.Gaussian(2.0)
     process = start(dpbnn.EM(), model(3, 2), n=200, batch=200, steps=30, prior=prior)
-    gate, values = dpbnn.Gate(math.inf, 0.0), []
+    gate, values, state = dpbnn.Gate(math.inf, 0.0), [], process.begin()
     for _ in range(30):
         density = process.model(x).logsumexp(-1).sum() + prior.log_prob(process.model.offsets)
         values.append(density.item())
-        process.update(gate(process.contribute(x, x)))
+        state = step(process, state, gate, x, x)
     assert all(b >= a - 1e-9 for a, b in itertools.pairwise(values))
     assert values[-1] > values[0] + 1
 
@@ -255,17 +258,17 @@ def test_an_empty_component_stays_where_it_is():
 def test_a_process_goes_on_from_its_state(name):
     x = small()
 
-    def advance(process, steps):
+    def advance(process, state, steps):
         gate = dpbnn.Gate(1.0, 0.0)
         for _ in range(steps):
-            process.update(gate(process.contribute(x, x)))
+            state = step(process, state, gate, x, x)
+        return state
 
     whole, other = start(SETTINGS[name]), start(SETTINGS[name])
-    advance(whole, 4)
-    other.restore(whole.state())
-    advance(whole, 2)
-    advance(other, 2)
-    first, second = whole.posterior(), other.posterior()
+    state = advance(whole, whole.begin(), 4)
+    resumed = other.resumed(other.begin(), flat(state))
+    first = whole.posterior(advance(whole, state, 2))
+    second = other.posterior(advance(other, resumed, 2))
     assert torch.equal(first.covariance, second.covariance)
     for key, value in first.model.state_dict().items():
         torch.testing.assert_close(value, second.model.state_dict()[key], rtol=1e-12, atol=1e-12)
@@ -283,9 +286,12 @@ def test_chunks_do_not_change_the_release():
 
 def test_update_sees_the_release_and_nothing_else():
     process = start(dpbnn.EM())
-    assert list(inspect.signature(process.update).parameters) == ["release"]
-    process.contribute(torch.randn(17, 3), torch.zeros(17))
-    held = [v for v in vars(process).values() if isinstance(v, torch.Tensor) and v.dim()]
+    assert list(inspect.signature(process.update).parameters) == ["state", "release"]
+    state = process.begin()
+    process.contribute(state, torch.randn(17, 3), torch.zeros(17))
+    held = [*vars(process).values(), *vars(state).values()]
+    held = [v for v in held if isinstance(v, torch.Tensor) and v.dim()]
+    assert held
     assert not any(len(tensor) == 17 for tensor in held)
 
 

@@ -6,12 +6,14 @@ import math
 import pytest
 import torch
 from held_data import assert_holds_no_data
+from stepping import step
 from torch import nn
 
 import dpbnn
 from dpbnn.likelihoods import Categorical, HeteroscedasticGaussian
 from dpbnn.likelihoods import Gaussian as GaussianNoise
 from dpbnn.methods.method import Problem, Process
+from dpbnn.methods.state import State, flat
 
 N = 24
 
@@ -104,10 +106,11 @@ def test_update_sees_the_release_and_nothing_else(name):
     )
     process = method.start(problem)
     assert isinstance(process, Process)
-    assert list(inspect.signature(process.update).parameters) == ["release"]
+    assert list(inspect.signature(process.update).parameters) == ["state", "release"]
     x, y = dataset()
-    process.update(dpbnn.Gate(1.0, 1.0)(process.contribute(x, y)))
-    assert_holds_no_data(process, x, y)
+    state = step(process, process.begin(), dpbnn.Gate(1.0, 1.0), x, y)
+    assert isinstance(state, State)
+    assert_holds_no_data((process, state), x, y)
 
 
 def in_an_attribute(process, x):
@@ -151,19 +154,22 @@ def test_a_process_goes_on_from_its_state(name):
         problem = Problem(model, Categorical(), dpbnn.Gaussian(1.0), N, N, 6, True)
         return method.start(problem)
 
-    def advance(process, steps, seed):
+    def advance(process, state, steps, seed):
         torch.manual_seed(seed)
         gate = dpbnn.Gate(1.0, 0.0)
         for _ in range(steps):
-            process.update(gate(process.contribute(x, y)))
+            state = step(process, state, gate, x, y)
+        return state
 
     whole = start()
-    advance(whole, 3, 1)
-    state = whole.state()
-    advance(whole, 3, 2)
+    state = advance(whole, whole.begin(), 3, 1)
+    saved = flat(state)
+    state = advance(whole, state, 3, 2)
     other = start()
-    other.restore(state)
-    advance(other, 3, 2)
+    found = advance(other, other.resumed(other.begin(), saved), 3, 2)
+    assert flat(found).keys() == flat(state).keys()
+    for name, value in flat(found).items():
+        assert torch.equal(value, flat(state)[name]), name
     for (key, a), b in zip(
         whole.model.state_dict().items(), other.model.state_dict().values(), strict=True
     ):
@@ -206,11 +212,12 @@ def test_polyak_averaging_is_the_mean_of_the_last_half():
     model = nn.Linear(4, 3)
     problem = Problem(model, Categorical(), dpbnn.Flat(), N, N, 6, True)
     process = method.start(problem)
-    seen = []
+    state, seen = process.begin(), []
     for _ in range(6):
-        process.update({n: torch.randn_like(p) for n, p in model.named_parameters()})
+        release = {n: torch.randn_like(p) for n, p in model.named_parameters()}
+        state = process.update(state, release)
         seen.append(model.weight.detach().clone())
-    torch.testing.assert_close(process.final().weight, torch.stack(seen[3:]).mean(0))
+    torch.testing.assert_close(process.final(state).weight, torch.stack(seen[3:]).mean(0))
 
 
 def test_the_prior_is_scaled_by_the_library():
@@ -219,7 +226,8 @@ def test_the_prior_is_scaled_by_the_library():
     problem = Problem(model, Categorical(), dpbnn.Gaussian(0.1), 1000, 10, 1, True)
     before = model.weight.detach().clone()
     process = dpbnn.SGD(learning_rate=0.5).start(problem)
-    process.update({n: torch.zeros_like(p) for n, p in model.named_parameters()})
+    release = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
+    process.update(process.begin(), release)
     torch.testing.assert_close(model.weight.detach(), before * (1 - 0.5 * 100 / 1000))
 
 

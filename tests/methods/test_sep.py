@@ -10,6 +10,7 @@ import torch
 from held_data import assert_holds_no_data
 from interruption import stop_after
 from scipy import stats
+from stepping import step
 from torch import nn
 
 import dpbnn
@@ -17,6 +18,7 @@ from dpbnn.contributions import DenseContributions
 from dpbnn.likelihoods import Gaussian as GaussianNoise
 from dpbnn.methods.method import Problem
 from dpbnn.methods.sep import SEPProcess
+from dpbnn.methods.state import flat
 
 N, NOISE = 40, 0.5
 EXACT = {"average": None, "trust": None, "floor": 1e-6}
@@ -46,9 +48,9 @@ def problem(model=None, n=N, batch_size=None, steps=10, noise=NOISE, private=Tru
     )
 
 
-def open_step(process, x, y):
+def open_step(process, state, x, y):
     """One step on the private path, without clip and noise."""
-    process.update(dpbnn.Gate(math.inf, 0.0)(process.contribute(x, y)))
+    return step(process, state, dpbnn.Gate(math.inf, 0.0), x, y)
 
 
 SETTINGS = {
@@ -150,7 +152,7 @@ class TestItem25Neighbours:
             process = method.start(problem())
             gate = dpbnn.Gate({"mean.": 0.1, "precision.": 0.1}, 1.0)
             gate.clip = 0.1
-            return gate(process.contribute(*d), records=torch.arange(N))
+            return gate(process.contribute(process.begin(), *d), records=torch.arange(N))
 
         with pytest.raises(dpbnn.PrivacyBug, match=r"1\.4"):
             dpbnn.replay(wrong, (x, y), 5, trace=False).check()
@@ -160,7 +162,8 @@ class TestNoise:
     """With zero contributions the noise is all there is, and the posterior moves by it."""
 
     def zero(self, process):
-        shapes = {n: torch.Size(s) for n, s in process.coordinates.shapes().items()}
+        coordinates = process.coordinates(process.begin())
+        shapes = {n: torch.Size(s) for n, s in coordinates.shapes().items()}
         return DenseContributions({n: torch.zeros(1, *s) for n, s in shapes.items()})
 
     def release(self, sigma, clip):
@@ -186,9 +189,10 @@ class TestNoise:
         for _ in range(20):
             settings = dpbnn.SEP(clip=clip, step_size=rho, **EXACT)
             process = settings.start(problem(net((400,)), batch_size=10))
-            before, coordinates = process.q, process.coordinates
-            process.update(dpbnn.Gate(clip, sigma)(self.zero(process)))
-            change = coordinates.centred(process.q.plus(before, -1.0))
+            state = process.begin()
+            before, coordinates = state.q, process.coordinates(state)
+            state = process.update(state, dpbnn.Gate(clip, sigma)(self.zero(process)))
+            change = coordinates.centred(state.q.plus(before, -1.0))
             vectors = coordinates.vectors(change)
             moves.append(torch.cat([v.flatten() for v in vectors.values()]).numpy())
         expected = rho * N / 10 * sigma * clip
@@ -203,12 +207,13 @@ class TestNoise:
         for _ in range(20):
             method = dpbnn.SEP.paper(gamma=gamma, clip=clip, floor=1e-9)
             process = method.start(problem(net((400,)), batch_size=1))
+            state = process.begin()
             process._clipped = lambda natural: natural
-            process._projected = lambda natural: natural
-            before = process.q
-            process.update(dpbnn.Gate(clip, 2 * paper)(self.zero(process)))
+            process._projected = lambda natural, before: natural
+            before = state.q
+            state = process.update(state, dpbnn.Gate(clip, 2 * paper)(self.zero(process)))
             shared = before.plus(process.prior, -1.0).times(1 / N)
-            change = process.q.plus(before, -1.0).plus(shared, gamma / N)
+            change = state.q.plus(before, -1.0).plus(shared, gamma / N)
             moves += [v.flatten().numpy() for v in change.first.values()]
         expected = 2 * paper * gamma * clip / N
         values = np.concatenate(moves)
@@ -239,8 +244,7 @@ class TestExactAnswers:
         process = dpbnn.SEP(step_size=1.0, **EXACT).start(
             dataclasses.replace(problem(self.linear(), n=30))
         )
-        open_step(process, x, y)
-        q = process.final().moments()
+        q = process.final(open_step(process, process.begin(), x, y)).moments()
         assert float(q.mean["0"]) == pytest.approx(mean, rel=1e-9)
         assert float(1 / q.covariance["0"]) == pytest.approx(precision, rel=1e-9)
 
@@ -262,14 +266,15 @@ class TestExactAnswers:
         process = dpbnn.SEP(step_size=0.2, coordinates=coordinates, **EXACT).start(
             problem(model, steps=200)
         )
+        state = process.begin()
         for _ in range(200):
-            open_step(process, x, y)
+            state = open_step(process, state, x, y)
         plan = dpbnn.open_plan(n=N, sampling="full-batch", steps=100)
         ep = dpbnn.fit(
             model, (x, y), GaussianNoise(NOISE), dpbnn.Gaussian(1.0),
             dpbnn.EP(damping=0.5, refine=False), plan,
         )  # fmt: skip
-        ours = process.posterior()
+        ours = process.posterior(state)
         for name, value in ep.std.items():
             torch.testing.assert_close(ours.std[name], value, rtol=2e-3, atol=1e-5)
         torch.testing.assert_close(
@@ -284,10 +289,11 @@ class TestExactAnswers:
             problem(model, n=15, batch_size=1, steps=45)
         )
         reference = dpbnn.SEP.original(refine=False).start(problem(model, n=15, private=False))
+        state, other = process.begin(), reference.begin()
         for i in [*range(15)] * 3:
-            open_step(process, x[i : i + 1], y[i : i + 1])
-            reference.record(i, x[i].numpy(), float(y[i]))
-        ours, theirs = process.q, reference.natural()
+            state = open_step(process, state, x[i : i + 1], y[i : i + 1])
+            reference.record(other, other.noise, i, x[i].numpy(), float(y[i]))
+        ours, theirs = state.q, reference.natural(other)
         for name in ours.first:
             torch.testing.assert_close(ours.first[name], theirs.first[name], rtol=1e-6, atol=1e-9)
             torch.testing.assert_close(ours.second[name], theirs.second[name], rtol=1e-6, atol=1e-9)
@@ -298,11 +304,11 @@ class TestExactAnswers:
         gamma = 0.8
         method = dpbnn.SEP.paper(gamma=gamma, clip=1e9, floor=1e-9)
         process = method.start(problem(batch_size=1))
-        before = process._shared()
-        factors = process.moments.factors(process.coordinates.cavity, x[:1], y[:1])
-        cavity = process.coordinates.cavity.mean
-        open_step(process, x[:1], y[:1])
-        after = process._shared()
+        state = process.begin()
+        before, cavity = process.shared(state.q), process.coordinates(state).cavity
+        factors = process.moments.factors(cavity, x[:1], y[:1])
+        cavity = cavity.mean
+        after = process.shared(open_step(process, state, x[:1], y[:1]).q)
         for name in before.second:
             f = factors.curvature[name][0]
             expected = before.second[name] + gamma / N**2 * (f - before.second[name])
@@ -380,18 +386,18 @@ class TestRuns:
         def start():
             return method.start(problem(noise=None))
 
-        whole = start()
+        whole, other = start(), start()
+        state = whole.begin()
         for _ in range(3):
-            open_step(whole, x, y)
-        state = whole.state()
-        other = start()
-        other.restore(state)
-        for process in (whole, other):
-            for _ in range(5):
-                open_step(process, x, y)
-        assert whole.moments.noise == other.moments.noise
-        for name, value in whole.state().items():
-            assert torch.equal(other.state()[name], value), name
+            state = open_step(whole, state, x, y)
+        resumed = other.resumed(other.begin(), flat(state))
+        for _ in range(5):
+            state = open_step(whole, state, x, y)
+            resumed = open_step(other, resumed, x, y)
+        assert state.noise == resumed.noise != whole.moments.noise
+        assert flat(state).keys() == flat(resumed).keys()
+        for name, value in flat(state).items():
+            assert torch.equal(flat(resumed)[name], value), name
 
     @pytest.mark.parametrize("sampling", ["full-batch", "poisson"])
     @pytest.mark.parametrize("after", [4, 7])
@@ -405,15 +411,17 @@ class TestRuns:
         assert dpbnn.Ledger(tmp_path / "run" / "ledger.jsonl").releases == 10
         assert resumed.privacy.epsilon == pytest.approx(whole.privacy.epsilon)
 
-    @pytest.mark.parametrize("lost", ["velocity", "mean", "model.noise"])
+    @pytest.mark.parametrize("lost", ["velocity", "average.values", "noise"])
     def test_a_checkpoint_that_loses_a_part_is_seen(self, tmp_path, monkeypatch, lost):
-        state = SEPProcess.state
+        resumed = SEPProcess.resumed
 
-        def without(self):
-            kept = {n: v for n, v in state(self).items() if not n.startswith(lost)}
-            return {**kept, "model.noise": torch.tensor(2.0)} if lost == "model.noise" else kept
+        def without(self, state, tensors):
+            kept = {n: v for n, v in tensors.items() if not n.startswith(lost)}
+            assert len(kept) < len(tensors)
+            kept = {**kept, "noise": torch.tensor(2.0)} if lost == "noise" else kept
+            return resumed(self, state, kept)
 
-        monkeypatch.setattr(SEPProcess, "state", without)
+        monkeypatch.setattr(SEPProcess, "resumed", without)
         whole, resumed = _whole_and_resumed(tmp_path, monkeypatch, "full-batch", 7)
         pairs = zip(public(whole).values(), public(resumed).values(), strict=True)
         assert not all(torch.equal(a, b) for a, b in pairs)
@@ -520,8 +528,8 @@ def test_update_sees_the_release_and_nothing_else():
     process = dpbnn.SEP().start(problem())
     assert isinstance(process, SEPProcess)
     x, y = data()
-    process.update(dpbnn.Gate(0.2, 1.0)(process.contribute(x, y)))
-    assert_holds_no_data(process, x, y)
+    state = step(process, process.begin(), dpbnn.Gate(0.2, 1.0), x, y)
+    assert_holds_no_data((process, state), x, y)
     process.moments.cache = [x[:3]]
     with pytest.raises(AssertionError, match="a value is held"):
-        assert_holds_no_data(process, x, y)
+        assert_holds_no_data((process, state), x, y)

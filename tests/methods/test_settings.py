@@ -50,12 +50,12 @@ def test_the_printed_update_stays_where_every_factor_is_the_shared_one(batch):
         True,
     )  # fmt: skip
     process = dpbnn.SEP.paper(clip=1e9).start(problem)
-    shared = process._shared()
+    state = process.begin()
+    before, shared = state.q, process.shared(state.q)
     release = {f"mean.{n}": batch * v for n, v in shared.first.items()}
     release |= {f"precision.{n}": batch * v for n, v in shared.second.items()}
-    before = process.q
     assert any(v.abs().max() > 0.01 for v in shared.first.values())
-    process.update(release)
+    after = process.update(state, release).q
     for name, value in before.first.items():
-        torch.testing.assert_close(process.q.first[name], value)
-        torch.testing.assert_close(process.q.second[name], before.second[name])
+        torch.testing.assert_close(after.first[name], value)
+        torch.testing.assert_close(after.second[name], before.second[name])

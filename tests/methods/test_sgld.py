@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from stepping import step
 from torch import nn
 
 import dpbnn
@@ -35,10 +36,10 @@ def sample(method, steps, *, private, keep):
     process = method.start(problem)
     gate = dpbnn.Gate(clip, sigmas[0], dpbnn.FullBatch(N))
     gate.reserve(steps)
-    states = []
-    for step in range(steps):
-        process.update(gate(process.contribute(x, y)))
-        if step >= steps - keep:
+    states, state = [], process.begin()
+    for made in range(steps):
+        state = step(process, state, gate, x, y)
+        if made >= steps - keep:
             states.append(model.weight.detach()[:, 0].clone())
     return torch.stack(states), mean
 
@@ -89,8 +90,9 @@ def test_theorem_1_sgld_and_its_equivalent_sgd_have_the_same_iterates(convention
         process = method.start(Problem(model, likelihood, prior, n, 10, 8, True))
         draw = dpbnn.Poisson(n, 10)
         gate = dpbnn.Gate(clip, same.noise_multiplier, draw, noise=NoiseSource.seeded(3))
+        state = process.begin()
         for batch in draw.batches(8, key=b"the same batches"):
-            process.update(gate(process.contribute(x[batch], y[batch])))
+            state = step(process, state, gate, x[batch], y[batch])
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-6)
     assert sgld.noise_multipliers(n, 10, 1)[0] == pytest.approx(same.noise_multiplier)
@@ -118,15 +120,16 @@ def test_item_22_sigma_recomputed_from_the_update_is_the_ledgers(method):
     model = nn.Linear(4, 2)
     problem = Problem(model, Categorical(), dpbnn.Flat(), 50, 10, 12, True)
     process = method.start(problem)
-    for step, sigma in enumerate(recorded):
+    state = process.begin()
+    for made, sigma in enumerate(recorded):
         before = model.weight.detach().clone()
-        for velocity in getattr(process, "velocity", {}).values():
+        for velocity in state.velocity.values():
             velocity.zero_()
         zero = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
         zero["weight"][0, 0] = clip
-        process.update(zero)
+        state = process.update(state, zero)
         one_record = float((model.weight.detach() - before).norm())
-        eta = method.rate(step)
+        eta = method.rate(made)
         if isinstance(method, dpbnn.SGHMC):
             injected = math.sqrt(2 * method.friction * eta * method.temperature)
         else:

@@ -10,6 +10,7 @@ import dpbnn
 from dpbnn.evaluation.mixture_error import label_posterior, mixture_error
 from dpbnn.likelihoods import Mixture
 from dpbnn.methods.method import Problem
+from dpbnn.methods.state import flat
 from dpbnn.mixtures import synthetic_mixture
 from dpbnn.moments import MixtureMoments, Moments
 from dpbnn.moments.tilted_mixture import tilted_moments
@@ -181,12 +182,12 @@ def test_expectation_propagation_goes_on_from_its_state(shared):
 
     whole, other = start(), start()
     torch.manual_seed(0)
-    whole.visit(x, x, torch.arange(20))
-    other.restore(whole.state())
-    for process in (whole, other):
+    state = whole.visit(whole.begin(), x, x, torch.arange(20))
+    resumed, found = other.resumed(other.begin(), flat(state)), []
+    for process, at in ((whole, state), (other, resumed)):
         torch.manual_seed(1)
-        process.visit(x, x, torch.arange(20))
-    assert torch.equal(whole.posterior().means, other.posterior().means)
+        found.append(process.posterior(process.visit(at, x, x, torch.arange(20))).means)
+    assert torch.equal(*found)
 
 
 def paper_data():

@@ -221,7 +221,7 @@ def test_the_noises_coordinate_is_the_derivative_by_its_logarithm(heat):
     torch.manual_seed(0)
     net = dpbnn.mlp(4, (6,), 1).double()
     model = NetworkMoments(net, GaussianNoise(None), dpbnn.Gaussian(1.0), 50, noise_start=0.4)
-    model.temper(heat)
+    model, cold = model.at(heat * 0.4), model
     q = model.start().moments()
     x, y = batch(outputs=1)
     log_noise = torch.tensor(math.log(0.4), dtype=torch.float64, requires_grad=True)
@@ -232,8 +232,8 @@ def test_the_noises_coordinate_is_the_derivative_by_its_logarithm(heat):
     (exact,) = torch.autograd.grad(value.sum(), log_noise)
     found = model.factors(q, x, y).extra["noise"].sum() / math.sqrt(2 / 50)
     torch.testing.assert_close(found, exact.detach())
-    model.learn({"noise": torch.tensor(0.1)}, step=0.5)
-    assert model.noise == pytest.approx(0.4 * math.exp(0.5 * 50 * math.sqrt(2 / 50) * 0.1))
+    moved = cold.moved_noise({"noise": torch.tensor(0.1)}, step=0.5)
+    assert moved == pytest.approx(0.4 * math.exp(0.5 * 50 * math.sqrt(2 / 50) * 0.1))
 
 
 def test_an_example_does_not_see_another():

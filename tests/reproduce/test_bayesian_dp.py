@@ -212,12 +212,13 @@ class TestSampledVI:
                 process = super().start(problem)
                 update = process.update
 
-                def noted(release):
-                    before = process.mean["weight"].clone()
-                    update(release)
+                def noted(state, release):
+                    before = state.mean["weight"].clone()
+                    state = update(state, release)
                     prior = process.problem.prior.gradient(before) / process.problem.n
                     drift = self.learning_rate * prior
-                    seen.append(process.parameters["weight"].detach() - before + drift)
+                    seen.append(state.parameters["weight"].detach() - before + drift)
+                    return state
 
                 process.update = noted
                 return process
@@ -247,11 +248,12 @@ class TestSampledVI:
         plan = dpbnn.plan(noise_multiplier=4.0, delta=1e-5, n=400, batch_size=40, steps=6)
         update, seen = SampledVIProcess.update, []
 
-        def interrupted(self, release):
-            update(self, release)
+        def interrupted(self, state, release):
+            state = update(self, state, release)
             seen.append(1)
             if len(seen) == 4:
                 raise KeyboardInterrupt
+            return state
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(SampledVIProcess, "update", interrupted)

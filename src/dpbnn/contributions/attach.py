@@ -343,13 +343,20 @@ class Attached:
                 f"inputs and targets that fit them, or modules that run as they are."
             ) from error
 
-    def __call__(self, x: Inputs, y: Tensor, data_free: DataFree | None = None) -> Contributions:
+    def __call__(
+        self,
+        x: Inputs,
+        y: Tensor,
+        data_free: DataFree | None = None,
+        draws: list[Draw] | None = None,
+    ) -> Contributions:
         """Return the contributions of a batch.
 
         Args:
             x: the model's input, or a tuple of its positional inputs.
             y: targets, one row per example.
             data_free: gradients inside the clip for this batch, instead of those attached.
+            draws: of the weights, from `draw`; fresh ones by default.
         """
         model, arguments = self.model, _arguments(x)
         if not all(isinstance(t, Tensor) and t.dim() for t in (*arguments, y)):
@@ -378,7 +385,7 @@ class Attached:
             from dpbnn.contributions.probe import synthetic
 
             self.probe(*synthetic(model, arguments, y))
-        found, draws = self._layouts[signature], self.draw()
+        found, draws = self._layouts[signature], self.draw() if draws is None else draws
         constants = self._constants(data_free, draws)
         size = self.microbatch_size
 

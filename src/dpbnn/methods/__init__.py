@@ -9,6 +9,7 @@ from dpbnn.methods.method import Method, Problem, Process
 from dpbnn.methods.sep import SEP
 from dpbnn.methods.sgd import SGD
 from dpbnn.methods.sgld import SGHMC, SGLD, cyclical
+from dpbnn.methods.state import State
 from dpbnn.methods.vi import VI
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Method",
     "Problem",
     "Process",
+    "State",
     "cyclical",
     "dropout_precision",
     "dropout_weight_decay",

@@ -6,9 +6,9 @@ import dataclasses
 
 import numpy as np
 
-from dpbnn.methods.ep import Sequential, SequentialProcess
+from dpbnn.methods.ep import Sequential, SequentialProcess, SequentialState
 from dpbnn.methods.method import Problem
-from dpbnn.moments.sequential import Array, usable
+from dpbnn.moments.sequential import Array, Gamma, usable
 
 __all__ = ["ADF"]
 
@@ -26,26 +26,25 @@ class ADF(Sequential):
     name = "adf"
 
     def start(self, problem: Problem) -> ADFProcess:
-        """Return a process at its first step."""
+        """Return the process that trains on a problem."""
         problem.refuse_frozen("expectation propagation")
         return ADFProcess(self, problem)
 
 
-class ADFProcess(SequentialProcess):
-    """State and updates of `ADF`."""
+class ADFProcess(SequentialProcess[SequentialState]):
+    """Equations of `ADF`."""
 
-    def record(self, index: int, x: Array, y: float) -> None:
-        """Update on one record."""
-        v = 1 / self.second
-        m = v * self.first
-        tilted = self.network.tilted(m, v, x, y, self.scale)
-        precision = self.second / (1 - v * tilted.curvature)
+    def record(self, state: SequentialState, noise: Gamma, index: int, x: Array, y: float) -> Gamma:
+        """Move q on one record, in place, and return what becomes of the noise."""
+        v = 1 / state.second
+        m = v * state.first
+        tilted = self.network.tilted(m, v, x, y, self.scale(noise))
+        precision = state.second / (1 - v * tilted.curvature)
         first = (m + v * tilted.slope) * precision
         good = usable(precision)
         if good is not None:
-            precision = np.where(good, precision, self.second)
-            first = np.where(good, first, self.first)
+            precision = np.where(good, precision, state.second)
+            first = np.where(good, first, state.first)
         if np.isfinite(first.sum()):
-            self.first[...], self.second[...] = first, precision
-        if self.learned:
-            self.noise = self.noise.tilted(tilted.squared, tilted.v)
+            state.first[...], state.second[...] = first, precision
+        return noise.tilted(tilted.squared, tilted.v) if self.moments.learned else noise

@@ -10,9 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpbnn.contributions.attach import public
 from dpbnn.contributions.dense import Contributions
 from dpbnn.contributions.recorded import Draws
-from dpbnn.methods.method import Descent, DescentProcess, Problem
+from dpbnn.contributions.tape import Draw
+from dpbnn.methods.method import Descent, DescentProcess, DescentState, Problem
+from dpbnn.methods.state import UNSAVED
 from dpbnn.networks import GaussianLayer, IntegratedLinear, to_gaussian
 from dpbnn.posteriors import MeanFieldPosterior, Posterior
 from dpbnn.priors import Prior
@@ -97,7 +100,7 @@ class BBP(Descent):
         return gaussian
 
     def start(self, problem: Problem) -> BBPProcess:
-        """Return a process at its first step."""
+        """Return the process that trains on a problem."""
         return BBPProcess(self, problem)
 
 
@@ -136,8 +139,19 @@ def kl_gradient(model: nn.Module, prior: Prior, draws: Draws | None = None) -> d
     return result
 
 
-class BBPProcess(DescentProcess):
-    """State and updates of `BBP`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BBPState(DescentState):
+    """State of `BBP`.
+
+    Attributes:
+        draws: the weights' standard normal draws of the step under way.
+    """
+
+    draws: list[Draw] | None = dataclasses.field(default=None, metadata=UNSAVED)
+
+
+class BBPProcess(DescentProcess[BBPState]):
+    """Equations of `BBP`."""
 
     settings: BBP
 
@@ -158,32 +172,38 @@ class BBPProcess(DescentProcess):
             data_free=kl_term if self.inside else None,
         )
         super().__init__(settings, problem, attached)
-        self._draws: Draws = []
 
-    def contribute(self, x: Any, y: Tensor) -> Contributions:
-        """Return what the examples of a batch contribute, and keep the draws."""
-        contributions = self.attached(x, y)
-        self._draws = contributions.draws  # type: ignore[attr-defined]
-        return contributions
+    def begin(self) -> BBPState:
+        """Return the state before the first step."""
+        return BBPState(**vars(super().begin()))
 
-    def gradient(self, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def draw(self, state: BBPState) -> BBPState:
+        """Return the state with fresh weight draws."""
+        return dataclasses.replace(state, draws=self.attached.draw())
+
+    def contribute(self, state: BBPState, x: Any, y: Tensor) -> Contributions:
+        """Return what the examples of a batch contribute at the draws."""
+        return self.attached(x, y, draws=state.draws)
+
+    def gradient(self, state: BBPState, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the gradient of the negative evidence lower bound, over n."""
         n, b = self.problem.n, self.problem.batch_size
         if self.inside:
-            return {name: release[name] / b for name in self.parameters}
-        kl = kl_gradient(self.model, self.problem.prior, None if self.exact else self._draws)
+            return {name: release[name] / b for name in state.parameters}
+        draws = public(state.draws or [])
+        kl = kl_gradient(self.model, self.problem.prior, None if self.exact else draws)
         result: dict[str, Tensor] = {}
-        for name, parameter in self.parameters.items():
+        for name, parameter in state.parameters.items():
             weight, _, part = name.rpartition("_")
             if weight in release and part == "mu":
                 data = release[weight]
             elif weight in release and part == "rho":
-                data = release[weight] * self._draws[0][weight] * torch.sigmoid(parameter)
+                data = release[weight] * draws[0][weight] * torch.sigmoid(parameter)
             else:
                 data = release[name]
             result[name] = data / b + kl[name] / n
         return result
 
-    def posterior(self, **record: Any) -> Posterior:
+    def posterior(self, state: BBPState, **record: Any) -> Posterior:
         """Return the mean-field Gaussian."""
-        return MeanFieldPosterior.of(self.final(), self.problem.likelihood, **record)
+        return MeanFieldPosterior.of(self.final(state), self.problem.likelihood, **record)

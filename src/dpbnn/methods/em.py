@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from dpbnn.contributions.dense import ChunkedContributions, Contributions, DenseContributions
 from dpbnn.methods.method import Method, Problem, Process
+from dpbnn.methods.state import Average, State
 from dpbnn.mixtures import GaussianMixture, whitened
 from dpbnn.moments.coordinates import packed, unpacked
 from dpbnn.posteriors import MixturePosterior, Posterior
@@ -121,7 +123,7 @@ class EM(Method):
         return plan, math.sqrt(2 + self.covariances) if self.clip is None else self.clip
 
     def start(self, problem: Problem) -> EMProcess:
-        """Return a process at its first step."""
+        """Return the process that trains on a problem."""
         if not isinstance(problem.model, GaussianMixture):
             raise ValueError(
                 f"method=EM: needs a dpbnn.GaussianMixture, the model is a "
@@ -163,36 +165,49 @@ class StatisticContributions(ChunkedContributions):
             yield DenseContributions(self.statistics(x))
 
 
-class EMProcess(Process):
-    """State and updates of `EM`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EMState(State):
+    """State of `EM`; means, weights and covariances are the mixture's own tensors.
+
+    Attributes:
+        counts: N_j.
+        average: of means, weights, covariances and counts.
+    """
+
+    counts: Tensor
+    average: Average = dataclasses.field(default_factory=Average)
+
+
+class EMProcess(Process[EMState]):
+    """Equations of `EM`."""
 
     model: GaussianMixture
 
     def __init__(self, settings: EM, problem: Problem) -> None:
-        self.problem, self.settings, self.model = problem, settings, problem.model
-        self.parameters = dict(self.model.named_parameters())
-        self.steps = self.averaged = 0
-        self.counts = problem.n * self.model.weights
-        self.averages: dict[str, Tensor] = {}
+        super().__init__(problem)
+        self.settings = settings
 
-    def contribute(self, x: Tensor, y: Tensor) -> StatisticContributions:
+    def begin(self) -> EMState:
+        """Return the state before the first step."""
+        names = ("offsets", "log_weights", "covariances")
+        parameters = {name: getattr(self.model, name) for name in names}
+        return EMState(parameters=parameters, counts=self.problem.n * self.model.weights)
+
+    def contribute(self, state: EMState, x: Tensor, y: Tensor) -> StatisticContributions:
         """Return every point's expected sufficient statistics; `y` is not used."""
         model = self.model
         shapes = {"count": model.means.shape[:1], "mean": model.means.shape}
         if self.settings.covariances:
             numbers = model.dimensions * (model.dimensions + 1) // 2
             shapes["scatter"] = torch.Size([model.components, numbers])
-        return StatisticContributions(self.statistics, shapes, x, self.problem.microbatch_size)
+        statistics = functools.partial(self.statistics, state)
+        return StatisticContributions(statistics, shapes, x, self.problem.microbatch_size)
 
-    def released(self) -> list[Tensor]:
-        """Return the tensors of the network that an update moves: means, weights, covariances."""
-        return [self.model.offsets, self.model.log_weights, self.model.covariances]
-
-    def statistics(self, x: Tensor) -> dict[str, Tensor]:
+    def statistics(self, state: EMState, x: Tensor) -> dict[str, Tensor]:
         """Return (r, r z, r (z z^T - I)) of every point, by released name."""
         with torch.no_grad():
             x = self._bounded(x.to(self.model.means))
-            r = (self._inverse_temperature() * self.model(x)).softmax(-1)
+            r = (self._inverse_temperature(state) * self.model(x)).softmax(-1)
             z = whitened(x, *self._reference())
             values = {"count": r, "mean": r.unsqueeze(-1) * z}
             if self.settings.covariances:
@@ -200,7 +215,7 @@ class EMProcess(Process):
                 values["scatter"] = r.unsqueeze(-1) * packed(outer)
         return values
 
-    def update(self, release: Mapping[str, Tensor]) -> None:
+    def update(self, state: EMState, release: Mapping[str, Tensor]) -> EMState:
         """Take the M step."""
         model, settings = self.model, self.settings
         with torch.no_grad():
@@ -227,15 +242,22 @@ class EMProcess(Process):
                 second = second + missing[:, None, None] * stay
                 away = _solved(root, means - origin)
                 found["covariances"] = self._covariances(root, counts, first, second, away)
-            self._move(found)
-        self.steps += 1
-        self._average()
+            now = self._values(state)
+            moved = {name: torch.lerp(now[name], v, settings.step) for name, v in found.items()}
+            model.offsets.copy_(moved["means"] - model.centres)
+            model.log_weights.copy_(moved["weights"].log())
+            model.covariances.copy_(moved["covariances"])
+        state = dataclasses.replace(state, steps=state.steps + 1, counts=moved["counts"])
+        if not settings.average:
+            return state
+        values, total = self._values(state), self.problem.steps
+        return dataclasses.replace(state, average=state.average.add(values, state.steps, total))
 
-    def posterior(self, **record: Any) -> Posterior:
+    def posterior(self, state: EMState, **record: Any) -> Posterior:
         """Return the mixture with Gaussian means."""
         model = self.problem.rebuilt({})
         assert isinstance(model, GaussianMixture)
-        values = {**self._values(), **self.averages}
+        values = {**self._values(state), **state.average.values}
         with torch.no_grad():
             model.offsets.copy_(values["means"] - model.centres)
             model.log_weights.copy_(values["weights"].log())
@@ -244,21 +266,6 @@ class EMProcess(Process):
         spread = {"covariance": torch.cholesky_inverse(torch.linalg.cholesky(precision))}
         return MixturePosterior(model, self.problem.likelihood, spread, **record)
 
-    def state(self) -> dict[str, Tensor]:
-        """Return everything needed to go on from here, as tensors."""
-        tensors = {**self._values(), **{f"average.{n}": v for n, v in self.averages.items()}}
-        tensors["steps"] = torch.tensor([self.steps, self.averaged])
-        return {name: value.detach().clone().contiguous() for name, value in tensors.items()}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a `state`."""
-        self._set({name: state[name] for name in ("means", "weights", "covariances", "counts")})
-        prefix = "average."
-        self.averages = {
-            name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)
-        }
-        self.steps, self.averaged = (int(v) for v in state["steps"])
-
     def _bounded(self, x: Tensor) -> Tensor:
         bound = self.settings.bound
         if bound is None:
@@ -266,8 +273,8 @@ class EMProcess(Process):
         norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * (bound / norms).clamp(max=1)
 
-    def _inverse_temperature(self) -> float:
-        done = min(1.0, 2 * self.steps / max(1, self.problem.steps))
+    def _inverse_temperature(self, state: EMState) -> float:
+        done = min(1.0, 2 * state.steps / max(1, self.problem.steps))
         return self.settings.anneal ** (1 - done)
 
     def _reference(self) -> tuple[Tensor, Tensor]:
@@ -322,34 +329,14 @@ class EMProcess(Process):
         kept = values.clamp(low * noise, high * noise)
         return (axes * kept.unsqueeze(-2)) @ axes.mT
 
-    def _move(self, found: Mapping[str, Tensor]) -> None:
-        step = self.settings.step
-        now = self._values()
-        self._set({name: torch.lerp(now[name], value, step) for name, value in found.items()})
-
-    def _values(self) -> dict[str, Tensor]:
+    def _values(self, state: EMState) -> dict[str, Tensor]:
         model = self.model
         return {
             "means": model.means.detach(),
             "weights": model.weights,
             "covariances": model.covariances,
-            "counts": self.counts,
+            "counts": state.counts,
         }
-
-    def _set(self, values: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            self.model.offsets.copy_(values["means"] - self.model.centres)
-            self.model.log_weights.copy_(values["weights"].log())
-            self.model.covariances.copy_(values["covariances"])
-            self.counts = values["counts"].to(self.model.means)
-
-    def _average(self) -> None:
-        if not self.settings.average or 2 * self.steps <= self.problem.steps:
-            return
-        self.averaged += 1
-        for name, value in self._values().items():
-            before = self.averages.get(name, value)
-            self.averages[name] = torch.lerp(before, value, 1 / self.averaged)
 
 
 def _solved(root: Tensor, vectors: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from dpbnn.contributions.dense import UnsupportedModel
 from dpbnn.methods.ep_blocks import BlockEPProcess
 from dpbnn.methods.method import Method, OpenProcess, Problem
+from dpbnn.methods.state import State
 from dpbnn.mixtures import GaussianMixture
 from dpbnn.moments import MixtureMoments, Natural, NetworkMoments
 from dpbnn.moments.sequential import Array, Gamma, PriorSites, SequentialNetwork, usable
@@ -87,19 +88,40 @@ class EP(Sequential):
         if not (0 < self.damping <= 1):
             raise ValueError(f"damping={self.damping}: must lie in (0, 1]")
 
-    def start(self, problem: Problem) -> OpenProcess:
-        """Return a process at its first step."""
+    def start(self, problem: Problem) -> OpenProcess[Any]:
+        """Return the process that trains on a problem."""
         problem.refuse_frozen("expectation propagation")
         if isinstance(problem.origin, GaussianMixture):
             return BlockEPProcess(self, problem, MixtureMoments(problem.origin, problem.prior))
         return EPProcess(self, problem)
 
 
-class SequentialProcess(OpenProcess):
-    """Natural parameters of q, the prior's sites and the noise, on small matrices."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SequentialState(State):
+    """State of methods that visit records one at a time, on flat arrays of all weights.
+
+    Attributes:
+        first: precision times mean of q.
+        second: precision of q.
+        prior: its sites.
+        noise: of the likelihood.
+    """
+
+    first: Array
+    second: Array
+    prior: PriorSites
+    noise: Gamma
+
+
+T = TypeVar("T", bound=SequentialState)
+
+
+class SequentialProcess(OpenProcess[T]):
+    """Equations that EP and ADF share, on small matrices."""
 
     def __init__(self, settings: Sequential, problem: Problem) -> None:
-        self.settings, self.problem, self.model = settings, problem, problem.model
+        super().__init__(problem)
+        self.settings = settings
         self.moments = NetworkMoments(
             problem.origin, problem.likelihood, problem.prior, problem.n, noise_start=1.2
         )
@@ -111,132 +133,124 @@ class SequentialProcess(OpenProcess):
             )
         shapes = [(m.shape[0], m.shape[1]) for m in self.moments.means.values()]
         self.network = SequentialNetwork(shapes, [bool(layer.bias) for layer in layers])
+
+    def begin(self) -> T:
+        """Return the state before the first step."""
         means = [m.cpu().numpy().reshape(-1) for m in self.moments.means.values()]
-        precision = self.moments.precision
-        self.first = np.concatenate(means) * precision
-        self.second = np.full(self.network.size, precision)
-        self.prior = PriorSites(self.network.size, Gamma(6.0, 5.0 / precision))
-        self.noise = Gamma(6.0, 5.0 * self.moments.noise)
-        self.steps = 0
+        precision, size = self.moments.precision, self.network.size
+        return SequentialState(  # type: ignore[return-value]
+            first=np.concatenate(means) * precision,
+            second=np.full(size, precision),
+            prior=PriorSites.start(size, Gamma(6.0, 5.0 / precision)),
+            noise=Gamma(6.0, 5.0 * self.moments.noise),
+        )
 
-    @property
-    def learned(self) -> bool:
-        """Whether the noise is learned."""
-        return self.moments.learned
-
-    def visit(self, x: Tensor, y: Tensor, records: Tensor) -> None:
+    def visit(self, state: T, x: Tensor, y: Tensor, records: Tensor) -> T:
         """Visit the records once, in a new random order, and refine the prior."""
         order = torch.randperm(len(x)).numpy()
         inputs = x.flatten(1).double().cpu().numpy()
         targets = y.reshape(len(y)).double().cpu().numpy()
         names = records.numpy()
+        noise, prior = state.noise, state.prior
         with np.errstate(all="ignore"):
             for i in order:
-                self.record(int(names[i]), inputs[i], float(targets[i]))
+                noise = self.record(state, noise, int(names[i]), inputs[i], float(targets[i]))
         if self.settings.refine:
-            self.prior.sweep(self.first, self.second)
-        reach = _FAR * self.second
-        np.clip(self.first, -reach, reach, out=self.first)
-        self.steps += 1
+            prior = prior.swept(state.first, state.second)
+        reach = _FAR * state.second
+        np.clip(state.first, -reach, reach, out=state.first)
+        return dataclasses.replace(state, steps=state.steps + 1, noise=noise, prior=prior)
 
-    def record(self, index: int, x: Array, y: float) -> None:
-        """Update on one record."""
-        raise NotImplementedError
+    @abstractmethod
+    def record(self, state: T, noise: Gamma, index: int, x: Array, y: float) -> Gamma:
+        """Move q on one record, in place, and return what becomes of the noise."""
 
-    @property
-    def scale(self) -> float:
-        """The noise variance."""
-        return self.noise.variance if self.learned else self.moments.noise
+    def scale(self, noise: Gamma) -> float:
+        """Return the noise variance."""
+        return noise.variance if self.moments.learned else self.moments.noise
 
-    def natural(self) -> Natural:
+    def natural(self, state: T) -> Natural:
         """Return q as tensors."""
-        parts = (self.network.layers(part.copy()) for part in (self.first, self.second))
+        parts = (self.network.layers(part.copy()) for part in (state.first, state.second))
         first, second = (
             {n: torch.from_numpy(v) for n, v in zip(self.moments.layers, part, strict=True)}
             for part in parts
         )
         return Natural(first, second)
 
-    def posterior(self, **record: Any) -> Posterior:
+    def posterior(self, state: T, **record: Any) -> Posterior:
         """Return the Gaussian posterior, which predicts by propagating moments."""
-        if self.learned:
-            self.moments.noise = self.noise.variance
-        return self.moments.posterior(self.natural(), **record)
-
-    def state(self) -> dict[str, Tensor]:
-        """Return everything needed to go on from here, as tensors."""
-        found = {name: torch.from_numpy(value.copy()) for name, value in self._arrays().items()}
-        gammas = (self.noise, self.prior.gamma)
-        found["gammas"] = torch.tensor([[g.a, g.b] for g in gammas], dtype=torch.float64)
-        found["steps"] = torch.tensor(self.steps)
-        return found
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a `state`."""
-        for name, value in self._arrays().items():
-            value[...] = state[name].cpu().numpy()
-        self.noise, self.prior.gamma = (Gamma(*g.tolist()) for g in state["gammas"])
-        self.steps = int(state["steps"])
-
-    def _arrays(self) -> dict[str, Array]:
-        """Return the arrays that a pass changes, by name."""
-        prior = {f"prior.{n}": getattr(self.prior, n) for n in ("first", "second", "a", "b")}
-        return {"first": self.first, "second": self.second, **prior}
+        return self.moments.at(self.scale(state.noise)).posterior(self.natural(state), **record)
 
 
-class EPProcess(SequentialProcess):
-    """State and updates of `EP`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EPState(SequentialState):
+    """State of `EP`: a factor for every record, or one that all share.
+
+    Attributes:
+        sites1: first natural parameters of the factors.
+        sites2: their precisions.
+        gammas: the noise's part in them.
+    """
+
+    sites1: Array
+    sites2: Array
+    gammas: Array
+
+
+class EPProcess(SequentialProcess[EPState]):
+    """Equations of `EP`."""
 
     settings: EP
 
-    def __init__(self, settings: EP, problem: Problem) -> None:
-        super().__init__(settings, problem)
-        rows = 1 if settings.shared else problem.n
-        self.sites1 = np.tile(self.first / problem.n, (rows, 1))
-        self.sites2 = np.zeros((rows, self.network.size))
-        self.gammas = np.zeros((rows, 2))
+    def begin(self) -> EPState:
+        """Return the state before the first step."""
+        q, n = super().begin(), self.problem.n
+        rows = 1 if self.settings.shared else n
+        return EPState(
+            **vars(q),
+            sites1=np.tile(q.first / n, (rows, 1)),
+            sites2=np.zeros((rows, self.network.size)),
+            gammas=np.zeros((rows, 2)),
+        )
 
-    def record(self, index: int, x: Array, y: float) -> None:
-        """Update on one record, and its factor."""
+    def record(self, state: EPState, noise: Gamma, index: int, x: Array, y: float) -> Gamma:
+        """Move q and the record's factor, in place, and return what becomes of the noise."""
         damping = self.settings.damping
         at, share = (0, 1 / self.problem.n) if self.settings.shared else (index, 1.0)
-        site1, site2 = self.sites1[at], self.sites2[at]
-        cavity1, cavity2 = self.first - site1, self.second - site2
+        site1, site2 = state.sites1[at], state.sites2[at]
+        cavity1, cavity2 = state.first - site1, state.second - site2
         bad = cavity2 <= 0
         if bad.any():
             cavity1, cavity2 = (
-                np.where(bad, self.first, cavity1), np.where(bad, self.second, cavity2)
+                np.where(bad, state.first, cavity1), np.where(bad, state.second, cavity2)
             )  # fmt: skip
         v = 1 / cavity2
-        noise = self.noise
-        if self.learned:
-            a, b = self.gammas[at].tolist()
+        whole = noise
+        if self.moments.learned:
+            a, b = state.gammas[at].tolist()
             outside = Gamma(noise.a - a, noise.b - b)
             noise = outside if outside.valid else noise
-        scale = noise.variance if self.learned else self.moments.noise
         m = v * cavity1
-        tilted = self.network.tilted(m, v, x, y, scale)
+        tilted = self.network.tilted(m, v, x, y, self.scale(noise))
         left = 1 - v * tilted.curvature
         precision = cavity2 / left
         move1 = damping * ((m + v * tilted.slope) * precision - cavity1 - site1)
         move2 = damping * (precision - cavity2 - site2)
-        good = usable(np.minimum(self.second + move2, precision))
+        good = usable(np.minimum(state.second + move2, precision))
         if good is not None:
             move1, move2 = np.where(good, move1, 0.0), np.where(good, move2, 0.0)
         if np.isfinite(move1.sum()):
-            self.first += move1
-            self.second += move2
+            np.add(state.first, move1, out=state.first)
+            np.add(state.second, move2, out=state.second)
             site1 += share * move1
             site2 += share * move2
-        if self.learned:
+        if self.moments.learned:
             new = noise.tilted(tilted.squared, tilted.v)
-            site = self.gammas[at]
+            site = state.gammas[at]
             move = damping * (np.array([new.a - noise.a, new.b - noise.b]) - site)
-            moved = Gamma(self.noise.a + float(move[0]), self.noise.b + float(move[1]))
+            moved = Gamma(whole.a + float(move[0]), whole.b + float(move[1]))
             if moved.valid:
-                self.noise = moved
                 site += share * move
-
-    def _arrays(self) -> dict[str, Array]:
-        own = {"sites1": self.sites1, "sites2": self.sites2, "site_gammas": self.gammas}
-        return {**super()._arrays(), **own}
+                return moved
+        return whole

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dpbnn.methods.method import OpenProcess, Problem
+from dpbnn.methods.state import State
 from dpbnn.moments import MomentModel, Natural
 from dpbnn.moments.model import applied
 
@@ -19,8 +20,21 @@ if TYPE_CHECKING:
 __all__ = ["BlockEPProcess"]
 
 
-class BlockEPProcess(OpenProcess):
-    """State and updates of `EP` on Gaussian blocks, such as the means of a mixture.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockEPState(State):
+    """State of `EP` on Gaussian blocks.
+
+    Attributes:
+        q: the approximation.
+        sites: the factors of all records, by record first; none where they share one.
+    """
+
+    q: Natural
+    sites: Natural
+
+
+class BlockEPProcess(OpenProcess[BlockEPState]):
+    """Equations of `EP` on Gaussian blocks, such as the means of a mixture.
 
         cavity = q - f_i,   f_i <- (1 - s) f_i + s (matched - cavity),   q <- cavity + f_i
 
@@ -30,69 +44,53 @@ class BlockEPProcess(OpenProcess):
     """
 
     def __init__(self, settings: EP, problem: Problem, moments: MomentModel) -> None:
-        self.settings, self.problem, self.model = settings, problem, problem.model
-        self.moments, self.prior, self.q = moments, moments.prior(), moments.prior()
-        rows = 0 if settings.shared else problem.n
-        self.sites = [
-            {name: torch.zeros(rows, *value.shape).to(value) for name, value in part.items()}
-            for part in (self.q.first, self.q.second)
-        ]
-        self.steps = 0
+        super().__init__(problem)
+        self.settings, self.moments, self.prior = settings, moments, moments.prior()
 
-    def visit(self, x: Tensor, y: Tensor, records: Tensor) -> None:
+    def begin(self) -> BlockEPState:
+        """Return the state before the first step."""
+        q, rows = self.moments.prior(), 0 if self.settings.shared else self.problem.n
+        first, second = (
+            {name: torch.zeros(rows, *value.shape).to(value) for name, value in part.items()}
+            for part in (q.first, q.second)
+        )
+        return BlockEPState(q=q, sites=Natural(first, second))
+
+    def visit(self, state: BlockEPState, x: Tensor, y: Tensor, records: Tensor) -> BlockEPState:
         """Visit the records once, in a new random order."""
+        q = state.q
         with torch.no_grad():
             for i in torch.randperm(len(x)).tolist():
-                self._record(int(records[i]), x[i : i + 1], y[i : i + 1])
-        self.steps += 1
+                q = self._record(state.sites, q, int(records[i]), x[i : i + 1], y[i : i + 1])
+        return dataclasses.replace(state, steps=state.steps + 1, q=q)
 
-    def _site(self, index: int) -> Natural:
+    def _record(self, sites: Natural, q: Natural, index: int, x: Tensor, y: Tensor) -> Natural:
+        """Return q after one record, whose factor is moved in place."""
         if self.settings.shared:
-            return self.q.plus(self.prior, -1.0).times(1 / self.problem.n)
-        first, second = ({n: value[index] for n, value in part.items()} for part in self.sites)
-        return Natural(first, second)
-
-    def _record(self, index: int, x: Tensor, y: Tensor) -> None:
-        site = self._site(index)
-        outside = self.q.plus(site, -1.0)
+            site = q.plus(self.prior, -1.0).times(1 / self.problem.n)
+        else:
+            parts = ({n: v[index] for n, v in p.items()} for p in (sites.first, sites.second))
+            site = Natural(*parts)
+        outside = q.plus(site, -1.0)
         if not _valid(outside):
-            return
+            return q
         cavity = outside.moments()
         found = self.moments.factors(cavity, x, y)
         second = {name: value[0] for name, value in found.curvature.items()}
         first = {n: v[0] + applied(second[n], cavity.mean[n]) for n, v in found.slope.items()}
         change = Natural(first, second).plus(site, -1.0).times(self.settings.damping)
-        moved = self.q.plus(change)
+        moved = q.plus(change)
         if not _valid(moved):
-            return
-        self.q = moved
+            return q
         if not self.settings.shared:
-            for part, values in zip(self.sites, (change.first, change.second), strict=True):
-                for name, value in values.items():
-                    part[name][index] += value
+            for name in first:
+                site.first[name].add_(change.first[name])
+                site.second[name].add_(change.second[name])
+        return moved
 
-    def posterior(self, **record: Any) -> Posterior:
+    def posterior(self, state: BlockEPState, **record: Any) -> Posterior:
         """Return the posterior of the moment model."""
-        return self.moments.posterior(self.q, **record)
-
-    def state(self) -> dict[str, Tensor]:
-        """Return everything needed to go on from here, as tensors."""
-        found = {f"q.first.{n}": v for n, v in self.q.first.items()}
-        found |= {f"q.second.{n}": v for n, v in self.q.second.items()}
-        for kind, part in zip(("first", "second"), self.sites, strict=True):
-            found |= {f"sites.{kind}.{n}": v for n, v in part.items()}
-        found["steps"] = torch.tensor(self.steps)
-        return {name: value.clone().contiguous() for name, value in found.items()}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a `state`."""
-        parts = {
-            kind: {n[len(kind) + 1 :]: v.clone() for n, v in state.items() if n.startswith(kind)}
-            for kind in ("q.first", "q.second", "sites.first", "sites.second")
-        }
-        self.q = Natural(parts["q.first"], parts["q.second"])
-        self.sites = [parts["sites.first"], parts["sites.second"]]
-        self.steps = int(state["steps"])
+        return self.moments.posterior(state.q, **record)
 
 
 def _valid(natural: Natural) -> bool:

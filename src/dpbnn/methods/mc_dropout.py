@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from dpbnn.methods.method import Descent, Problem
+from dpbnn.methods.method import Descent, DescentState, Problem
 from dpbnn.methods.sgd import SGDProcess
 from dpbnn.networks import SharedDropout, training_mode
 from dpbnn.posteriors import DropoutPosterior, Posterior
@@ -70,7 +70,7 @@ class MCDropout(Descent):
         return replaced_dropout(model, nn.Dropout, SharedDropout) if self.shared_mask else model
 
     def start(self, problem: Problem) -> MCDropoutProcess:
-        """Return a process at its first step."""
+        """Return the process that trains on a problem."""
         training_mode(problem.model)
         for module in problem.model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -78,15 +78,15 @@ class MCDropout(Descent):
         return MCDropoutProcess(self, problem, problem.attach())
 
 
-class MCDropoutProcess(SGDProcess):
-    """State and updates of `MCDropout`."""
+class MCDropoutProcess(SGDProcess[DescentState]):
+    """Equations of `MCDropout`."""
 
     settings: MCDropout
 
-    def posterior(self, **record: Any) -> Posterior:
+    def posterior(self, state: DescentState, **record: Any) -> Posterior:
         """Return the weights with their dropout layers left on."""
         return DropoutPosterior(
-            replaced_dropout(self.final(), SharedDropout, nn.Dropout),
+            replaced_dropout(self.final(state), SharedDropout, nn.Dropout),
             self.problem.likelihood,
             precision=self.settings.precision,
             **record,

@@ -1,4 +1,4 @@
-"""What all methods share: settings that start a process, and a process that trains."""
+"""What all methods share: settings that start a process, and a process that trains a state."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dpbnn.contributions.attach import Attached, attach
-from dpbnn.contributions.dense import Contributions, DenseContributions, UnsupportedModel
+from dpbnn.contributions.dense import Contributions, UnsupportedModel
 from dpbnn.likelihoods import Likelihood
+from dpbnn.methods.state import UNSAVED, Average, State, restored
 from dpbnn.priors import Prior
 from dpbnn.privacy.checks import check_numbers, check_positive, first_line
 
@@ -80,6 +81,10 @@ class Problem:
                 model.get_parameter(name).copy_(value)
         return model
 
+    def trainable(self) -> dict[str, Tensor]:
+        """Return the trainable parameters of the model, by name."""
+        return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+
     def refuse_frozen(self, method: str) -> None:
         """Raise where a parameter is frozen, for methods that move all of them."""
         for name, parameter in self.model.named_parameters():
@@ -90,66 +95,76 @@ class Problem:
                 )
 
 
-class Process(ABC):
-    """A run of a method: contributes on data, updates on releases, leaves a posterior.
+S = TypeVar("S", bound=State)
 
-    `update` gets the release and nothing else, so whatever it does is post-processing.
-    """
 
-    def __init__(self, problem: Problem, attached: Attached) -> None:
-        self.problem, self.model, self.attached = problem, problem.model, attached
-        self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        self.steps = 0
+class AnyProcess(ABC, Generic[S]):
+    """What all processes share: a first state, files that they may hold, and a posterior."""
 
-    def ready(self) -> None:  # noqa: B027, most methods need nothing
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.model = problem, problem.model
+
+    def begin(self) -> S:
+        """Return the state before the first step."""
+        return State(parameters=self.problem.trainable())  # type: ignore[return-value]
+
+    def resumed(self, state: S, tensors: Mapping[str, Tensor]) -> S:
+        """Return a first state at the values that a checkpoint holds."""
+        return restored(state, tensors)
+
+    def ready(self, state: S) -> None:
         """Get hold of what the run needs, such as disk space, before anything is spent."""
 
-    def close(self) -> None:  # noqa: B027, most methods hold nothing
+    def flush(self) -> None:
+        """Write what waits for the disk; a checkpoint follows."""
+
+    def close(self) -> None:
         """Let go of what `ready` got hold of; what is on disk stays."""
 
     @property
     def held_bytes(self) -> int:
-        """Memory of what waits for the next `state`, which writes it to disk."""
+        """Memory of what waits for `flush`."""
         return 0
 
-    def contribute(self, x: Any, y: Tensor) -> Contributions:
+    @abstractmethod
+    def posterior(self, state: S, **record: Any) -> Posterior:
+        """Return what training has left so far; `record` is its privacy, prior and settings."""
+
+
+class Process(AnyProcess[S]):
+    """The equations of a method on one problem: what a batch contributes, what a release changes.
+
+    All that changes during a run is in the state, which is handed in and out. `update` gets the
+    state and a release, so whatever it does is post-processing. `contribute` gets the data, and
+    returns contributions alone.
+    """
+
+    attached: Attached
+
+    def __init__(self, problem: Problem, attached: Attached | None = None) -> None:
+        super().__init__(problem)
+        if attached is not None:
+            self.attached = attached
+
+    def draw(self, state: S) -> S:
+        """Return the state with what the next step draws without the data, such as weights."""
+        return state
+
+    def contribute(self, state: S, x: Any, y: Tensor) -> Contributions:
         """Return what the examples of a batch contribute."""
         return self.attached(x, y)
 
-    def released(self) -> list[Tensor]:
-        """Return the tensors of the network that an update moves: the trainable parameters."""
-        return [p for p in self.model.parameters() if p.requires_grad]
+    @abstractmethod
+    def update(self, state: S, release: Mapping[str, Tensor]) -> S:
+        """Return the next state, given a clipped and noised sum of contributions."""
+
+
+class OpenProcess(AnyProcess[S]):
+    """The equations of a method that visits raw records: no gate, and open plans alone."""
 
     @abstractmethod
-    def update(self, release: Mapping[str, Tensor]) -> None:
-        """Move on, given a clipped and noised sum of contributions."""
-
-    @abstractmethod
-    def posterior(self, **record: Any) -> Posterior:
-        """Return what training has left so far; `record` is its privacy, prior and settings."""
-
-    @abstractmethod
-    def state(self) -> dict[str, Tensor]:
-        """Return everything needed to go on from here, as tensors."""
-
-    @abstractmethod
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a `state`."""
-
-
-class OpenProcess(Process):
-    """A run of a method that visits raw records, without a gate; for open plans only."""
-
-    def contribute(self, x: Any, y: Tensor) -> Contributions:
-        """Return nothing of the records: what is not private has no release."""
-        return DenseContributions(torch.zeros(len(x), 1, device=x.device))
-
-    def update(self, release: Mapping[str, Tensor]) -> None:
-        """Do nothing; see `visit`."""
-
-    @abstractmethod
-    def visit(self, x: Tensor, y: Tensor, records: Tensor) -> None:
-        """Learn from raw records."""
+    def visit(self, state: S, x: Tensor, y: Tensor, records: Tensor) -> S:
+        """Return the next state, given raw records and their numbers."""
 
 
 class Method(ABC):
@@ -171,8 +186,8 @@ class Method(ABC):
         """
 
     @abstractmethod
-    def start(self, problem: Problem) -> Process:
-        """Return a process at its first step."""
+    def start(self, problem: Problem) -> AnyProcess[Any]:
+        """Return the process that trains on a problem."""
 
     def settings(self) -> dict[str, Any]:
         """Return the settings as plain values, for manifests and reports."""
@@ -280,91 +295,78 @@ _SCHEDULES: dict[str, Callable[[float], float]] = {
 }
 
 
-class DescentProcess(Process):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DescentState(State):
+    """State of methods that hand a gradient to an optimizer.
+
+    Attributes:
+        optimizer: of torch, with the state that it keeps itself.
+        schedule: of its learning rate, or None.
+        average: of the parameters.
+    """
+
+    optimizer: torch.optim.Optimizer
+    schedule: Any = dataclasses.field(default=None, metadata=UNSAVED)
+    average: Average = dataclasses.field(default_factory=Average)
+
+
+D = TypeVar("D", bound=DescentState)
+
+
+class DescentProcess(Process[D]):
     """Hands gradients of a loss that is a mean over records to an optimizer."""
 
     def __init__(self, settings: Descent, problem: Problem, attached: Attached) -> None:
         super().__init__(problem, attached)
         self.settings = settings
-        settings.rehearse(list(self.parameters.values()))
-        self.optimizer = settings.build(list(self.parameters.values()))
-        self._averages: dict[str, Tensor] = {}
-        self._averaged = 0
-        self._start_schedule()
 
-    @abstractmethod
-    def gradient(self, release: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the gradient of (data term + prior term) / n by parameter name."""
-
-    def update(self, release: Mapping[str, Tensor]) -> None:
-        """Take an optimizer step, and average."""
-        with torch.no_grad():
-            for name, gradient in self.gradient(release).items():
-                self.parameters[name].grad = gradient.to(self.parameters[name].dtype)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            if self.schedule is not None:
-                self.schedule.step()
-            self.steps += 1
-            self._average()
-
-    def _start_schedule(self) -> None:
+    def begin(self) -> D:
+        """Return the state before the first step."""
+        parameters = self.problem.trainable()
+        self.settings.rehearse(list(parameters.values()))
+        optimizer = self.settings.build(list(parameters.values()))
         schedule, total = self.settings.schedule, max(1, self.problem.steps)
+        started: Any = None
         if isinstance(schedule, str):
             factor = _SCHEDULES[schedule]
-            self.schedule: Any = torch.optim.lr_scheduler.LambdaLR(
-                self.optimizer, lambda step: factor(min(1.0, step / total))
+            started = torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda step: factor(min(1.0, step / total))
             )
-        else:
-            self.schedule = None if schedule is None else schedule(self.optimizer)
+        elif schedule is not None:
+            started = schedule(optimizer)
+        return DescentState(parameters=parameters, optimizer=optimizer, schedule=started)  # type: ignore[return-value]
 
-    def _average(self) -> None:
-        kind = self.settings.average
-        if kind is None or (kind == "polyak" and 2 * self.steps <= self.problem.steps):
-            return
-        self._averaged += 1
-        decay = kind if isinstance(kind, float) else 1 - 1 / self._averaged
-        for name, parameter in self.parameters.items():
-            if name not in self._averages:
-                self._averages[name] = parameter.detach().clone()
-            else:
-                self._averages[name].lerp_(parameter.detach(), 1 - decay)
+    def resumed(self, state: D, tensors: Mapping[str, Tensor]) -> D:
+        """Return a first state at the values that a checkpoint holds; its schedule runs anew."""
+        state = super().resumed(state, tensors)
+        for _ in range(state.steps if state.schedule is not None else 0):
+            state.optimizer.step()
+            state.schedule.step()
+        return state
 
-    def final(self) -> nn.Module:
-        """Return the network at its last weights, or at their average."""
-        return self.problem.rebuilt({**self.parameters, **self._averages})
+    @abstractmethod
+    def gradient(self, state: D, release: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the gradient of (data term + prior term) / n by parameter name."""
 
-    def state(self) -> dict[str, Tensor]:
-        """Return everything needed to go on from here, as tensors."""
-        tensors: dict[str, Tensor] = {f"model.{n}": p for n, p in self.parameters.items()}
-        for index, values in self.optimizer.state_dict()["state"].items():
-            for key, value in values.items():
-                if value is not None:
-                    tensors[f"optimizer.{index}.{key}"] = torch.as_tensor(value)
-        tensors |= {f"average.{n}": v for n, v in self._averages.items()}
-        tensors["counts"] = torch.tensor([self.steps, self._averaged])
-        return {name: value.detach().clone().contiguous() for name, value in tensors.items()}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a `state`."""
-        parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "average": {}}
-        for name, value in state.items():
-            kind, _, rest = name.partition(".")
-            if rest:
-                parts[kind][rest] = value
+    def update(self, state: D, release: Mapping[str, Tensor]) -> D:
+        """Take an optimizer step, and average."""
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(parts["model"][name])
-        saved = self.optimizer.state_dict()
-        saved["state"] = {}
-        for name, value in parts["optimizer"].items():
-            index, _, key = name.partition(".")
-            saved["state"].setdefault(int(index), {})[key] = value.clone()
-        self.optimizer.load_state_dict(saved)
-        device = next(iter(self.parameters.values())).device
-        self._averages = {name: value.to(device) for name, value in parts["average"].items()}
-        self.steps, self._averaged = (int(v) for v in state["counts"])
-        self._start_schedule()
-        for _ in range(self.steps if self.schedule is not None else 0):
-            self.optimizer.step()
-            self.schedule.step()
+            for name, gradient in self.gradient(state, release).items():
+                parameter = state.parameters[name]
+                parameter.grad = gradient.to(parameter.dtype)
+            state.optimizer.step()
+            state.optimizer.zero_grad(set_to_none=True)
+            if state.schedule is not None:
+                state.schedule.step()
+        kind, steps, average = self.settings.average, state.steps + 1, state.average
+        if isinstance(kind, float):
+            average = average.add(
+                state.parameters, steps, self.problem.steps, share=1.0, decay=kind
+            )
+        elif kind is not None:
+            average = average.add(state.parameters, steps, self.problem.steps)
+        return dataclasses.replace(state, steps=steps, average=average)
+
+    def final(self, state: D) -> nn.Module:
+        """Return the network at its last weights, or at their average."""
+        return self.problem.rebuilt({**state.parameters, **state.average.values})

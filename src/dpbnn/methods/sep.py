@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dpbnn.methods.ep import EP, check_records
 from dpbnn.methods.method import Method, Problem, Process
+from dpbnn.methods.state import Average, State
 from dpbnn.mixtures import GaussianMixture
 from dpbnn.moments import (
     Coordinates,
@@ -23,6 +24,7 @@ from dpbnn.moments import (
     Raw,
     Whitened,
 )
+from dpbnn.moments.model import applied
 from dpbnn.privacy.checks import check_positive
 
 if TYPE_CHECKING:
@@ -178,7 +180,7 @@ class SEP(Method):
         return plan, {"mean.": self.clip, "precision.": self.clip}
 
     def start(self, problem: Problem) -> SEPProcess:
-        """Return a process at its first step."""
+        """Return the process that trains on a problem."""
         model = moment_model(problem, start_variance=self.start_variance)
         if self.blocks > 1 and model.extra():
             raise ValueError("blocks=2: a learned noise needs blocks=1; or give its noise_std")
@@ -193,26 +195,44 @@ def moment_model(problem: Problem, **options: Any) -> MomentModel:
     return NetworkMoments(problem.origin, problem.likelihood, problem.prior, problem.n, **options)
 
 
-class SEPProcess(Process):
-    """State and updates of `SEP`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SEPState(State):
+    """State of `SEP`; the network itself stays as it was.
+
+    Attributes:
+        q: the approximation.
+        noise: variance of the likelihood's noise.
+        velocity: of momentum, by released name.
+        average: of means (`first`) and precisions (`second`), by block.
+    """
+
+    q: Natural
+    noise: float
+    velocity: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    average: Average = dataclasses.field(default_factory=Average)
+
+
+class SEPProcess(Process[SEPState]):
+    """Equations of `SEP`."""
 
     def __init__(self, settings: SEP, problem: Problem, moments: MomentModel) -> None:
-        self.settings, self.problem, self.model = settings, problem, problem.model
-        self.moments = moments
-        self.steps = 0
+        super().__init__(problem)
+        self.settings, self.moments = settings, moments
         device = next(problem.model.parameters()).device
         self.prior = _on(moments.prior(), device)
-        self.q = _on(moments.start(), device)
         if settings.printed:
             self.prior = self._clipped(self.prior)
-            self.q = self.prior.plus(self._clipped(self._shared()), problem.n)
-        self.velocity: dict[str, Tensor] = {}
-        self.mean: Natural | None = None
-        self.averaged = 0
-        self._prepare()
 
-    def _shared(self) -> Natural:
-        return self.q.plus(self.prior, -1.0).times(1 / self.problem.n)
+    def begin(self) -> SEPState:
+        """Return the state before the first step."""
+        q = _on(self.moments.start(), next(self.model.parameters()).device)
+        if self.settings.printed:
+            q = self.prior.plus(self._clipped(self.shared(q)), self.problem.n)
+        return SEPState(q=q, noise=self.moments.noise)
+
+    def shared(self, q: Natural) -> Natural:
+        """Return the factor that stands for every record."""
+        return q.plus(self.prior, -1.0).times(1 / self.problem.n)
 
     def _clipped(self, natural: Natural) -> Natural:
         """Return natural parameters scaled to joint norm C, or every block to C."""
@@ -226,72 +246,75 @@ class SEPProcess(Process):
             {n: b * v for n, v in natural.second.items()},
         )
 
-    def _prepare(self) -> None:
-        """Set the cavity, its coordinates and the shared factor in them; all public."""
-        settings = self.settings
-        shared = self._shared()
-        cavity = self.q.plus(shared, -1.0).moments()
-        kind: type[Coordinates] = Whitened if settings.coordinates == "whitened" else Raw
-        self.coordinates = kind(cavity, settings.weight)
-        self.offset: dict[str, Tensor] = {}
-        if not settings.printed:
-            vectors = self.coordinates.vectors(self.coordinates.centred(shared))
-            dtype = next(self.model.parameters()).dtype
-            self.offset = {name: value[0].to(dtype) for name, value in vectors.items()}
-        done = self.steps / max(1, self.problem.steps)
-        left = max(0.0, 1 - done / settings.cooling) if settings.cooling else 0.0
-        self.moments.temper(settings.heat**left)
+    def coordinates(self, state: SEPState) -> Coordinates:
+        """Return the coordinates at the cavity, which is public."""
+        cavity = state.q.plus(self.shared(state.q), -1.0).moments()
+        kind = Whitened if self.settings.coordinates == "whitened" else Raw
+        return kind(cavity, self.settings.weight)
 
-    def contribute(self, x: Any, y: Tensor) -> FactorContributions:
+    def contribute(self, state: SEPState, x: Any, y: Tensor) -> FactorContributions:
         """Return every example's factor less the shared one."""
-        return FactorContributions(
-            self.moments, self.coordinates, self.offset, x, y, self.problem.microbatch_size
-        )
+        settings, coordinates = self.settings, self.coordinates(state)
+        offset: dict[str, Tensor] = {}
+        if not settings.printed:
+            vectors = coordinates.vectors(coordinates.centred(self.shared(state.q)))
+            dtype = next(self.model.parameters()).dtype
+            offset = {name: value[0].to(dtype) for name, value in vectors.items()}
+        done = state.steps / max(1, self.problem.steps)
+        left = max(0.0, 1 - done / settings.cooling) if settings.cooling else 0.0
+        moments = self.moments.at(settings.heat**left * state.noise)
+        return FactorContributions(moments, coordinates, offset, x, y, self.problem.microbatch_size)
 
-    @property
-    def rate(self) -> float:
-        """The step size of the next step."""
+    def rate(self, steps: int) -> float:
+        """Return the step size after so many steps."""
         first, last = self.settings.rates
-        return first * (last / first) ** (self.steps / max(1, self.problem.steps - 1))
+        return first * (last / first) ** (steps / max(1, self.problem.steps - 1))
 
-    def update(self, release: Mapping[str, Tensor]) -> None:
+    def update(self, state: SEPState, release: Mapping[str, Tensor]) -> SEPState:
         """Move the natural parameters, project them, and average."""
         settings, problem = self.settings, self.problem
+        rate, coordinates = self.rate(state.steps), self.coordinates(state)
+        velocity, noise = state.velocity, state.noise
         with torch.no_grad():
             extra = {n[6:]: v / problem.batch_size for n, v in release.items() if "extra." in n}
             if settings.printed:
-                factor = self.coordinates.factor(release)
                 damped = settings.rates[0] / problem.n
                 damped_shared = damped * problem.batch_size
-                moved = self.q.plus(factor, damped).plus(self._shared(), -damped_shared)
+                moved = state.q.plus(coordinates.factor(release), damped)
+                moved = moved.plus(self.shared(state.q), -damped_shared)
             else:
                 keep = settings.momentum
-                for name, value in release.items():
-                    before = self.velocity.get(name)
-                    self.velocity[name] = value if before is None else keep * before + value
-                scale = self.rate * problem.n / problem.batch_size
-                moves = {n: self._limited(n, scale * v) for n, v in self.velocity.items()}
-                moved = self.q.plus(self.coordinates.factor(moves))
-            self.q = self._projected(moved)
+                velocity = {
+                    n: keep * velocity[n] + v if n in velocity else v for n, v in release.items()
+                }
+                scale = rate * problem.n / problem.batch_size
+                moves = {n: self._limited(coordinates, n, scale * v) for n, v in velocity.items()}
+                moved = state.q.plus(coordinates.factor(moves))
+            q = self._projected(moved, state.q)
             if settings.printed:
-                self.q = self._projected(self.prior.plus(self._clipped(self._shared()), problem.n))
+                again = self.prior.plus(self._clipped(self.shared(q)), problem.n)
+                q = self._projected(again, q)
             if extra:
-                self.moments.learn(extra, self.rate)
-            self.steps += 1
-            self._average()
-            self._prepare()
+                noise = self.moments.at(noise).moved_noise(extra, rate)
+        average = state.average
+        if settings.average is not None:
+            share = settings.average if isinstance(settings.average, float) else 0.5
+            values = {f"first.{n}": v for n, v in q.moments().mean.items()}
+            values |= {f"second.{n}": v for n, v in q.second.items()}
+            average = average.add(values, state.steps + 1, problem.steps, share=share)
+        return SEPState(steps=state.steps + 1, q=q, noise=noise, velocity=velocity, average=average)
 
-    def _limited(self, name: str, move: Tensor) -> Tensor:
+    def _limited(self, coordinates: Coordinates, name: str, move: Tensor) -> Tensor:
         """Return a move in whitened coordinates, cut off at the trusted size."""
         trust = self.settings.trust
         if trust is None or self.settings.coordinates == "raw":
             return move
         if name.startswith("precision."):
             most = trust * self.settings.weight
-            return self.coordinates.limited(name, move, -most / 2, most)
+            return coordinates.limited(name, move, -most / 2, most)
         return move.clamp(-trust, trust)
 
-    def _projected(self, natural: Natural) -> Natural:
+    def _projected(self, natural: Natural, before: Natural) -> Natural:
         """Return valid parameters: precisions of at least a share of the prior's, means in reach.
 
         What has overflowed stays where it was.
@@ -301,8 +324,8 @@ class SEPProcess(Process):
         for name, precision in natural.second.items():
             least = self.prior.second[name]
             value = natural.first[name]
-            value = torch.where(value.isfinite(), value, self.q.first[name])
-            precision = torch.where(precision.isfinite(), precision, self.q.second[name])
+            value = torch.where(value.isfinite(), value, before.first[name])
+            precision = torch.where(precision.isfinite(), precision, before.second[name])
             low, high = self.settings.floor, _MOST
             if precision.dim() == value.dim():
                 second[name] = torch.clamp(precision, low * least, high * least)
@@ -318,61 +341,19 @@ class SEPProcess(Process):
             first[name] = value
         return Natural(first, second)
 
-    def _average(self) -> None:
-        """Average means and precisions over the last steps."""
-        kind = self.settings.average
-        if kind is None:
-            return
-        share = kind if isinstance(kind, float) else 0.5
-        if self.steps <= (1 - share) * self.problem.steps:
-            return
-        self.averaged += 1
-        now = Natural(self.q.moments().mean, self.q.second)
-        if self.mean is None:
-            self.mean = now
-        else:
-            self.mean = self.mean.plus(now.plus(self.mean, -1.0), 1 / self.averaged)
-
-    def final(self) -> Natural:
+    def final(self, state: SEPState) -> Natural:
         """Return the last approximation, or the average."""
-        if self.mean is None:
-            return self.q
-        second = self.mean.second
-        first = {
-            n: second[n] * m if second[n].dim() == m.dim() else (second[n] @ m[..., None])[..., 0]
-            for n, m in self.mean.first.items()
-        }
-        return Natural(first, second)
+        if not state.average.count:
+            return state.q
+        means, second = (
+            {n: state.average.values[f"{kind}.{n}"] for n in state.q.first}
+            for kind in ("first", "second")
+        )
+        return Natural({n: applied(second[n], m) for n, m in means.items()}, second)
 
-    def posterior(self, **record: Any) -> Posterior:
+    def posterior(self, state: SEPState, **record: Any) -> Posterior:
         """Return the Gaussian posterior, which predicts by propagating moments."""
-        return self.moments.posterior(self.final(), **record)
-
-    def state(self) -> dict[str, Tensor]:
-        """Return everything needed to go on from here, as tensors."""
-        found = {f"model.{n}": v for n, v in self.moments.state().items()}
-        parts = {"q": self.q, "mean": self.mean}
-        for kind, natural in parts.items():
-            if natural is not None:
-                found |= {f"{kind}.first.{n}": v for n, v in natural.first.items()}
-                found |= {f"{kind}.second.{n}": v for n, v in natural.second.items()}
-        found |= {f"velocity.{n}": v for n, v in self.velocity.items()}
-        found["counts"] = torch.tensor([self.steps, self.averaged])
-        return {name: value.detach().clone().contiguous() for name, value in found.items()}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a `state`."""
-        parts = {
-            kind: {n[len(kind) + 1 :]: v.clone() for n, v in state.items() if n.startswith(kind)}
-            for kind in ("model", "q.first", "q.second", "mean.first", "mean.second", "velocity")
-        }
-        self.moments.restore(parts["model"])
-        self.q = Natural(parts["q.first"], parts["q.second"])
-        if parts["mean.first"]:
-            self.mean = Natural(parts["mean.first"], parts["mean.second"])
-        self.velocity = parts["velocity"]
-        self.steps, self.averaged = (int(v) for v in state["counts"])
-        self._prepare()
+        return self.moments.at(state.noise).posterior(self.final(state), **record)
 
 
 def _on(natural: Natural, device: torch.device) -> Natural:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dpbnn.methods.method import Descent, DescentProcess, Problem
+from dpbnn.methods.method import D, Descent, DescentProcess, Problem
 from dpbnn.posteriors import PointPosterior, Posterior
 
 
@@ -24,22 +24,22 @@ class SGD(Descent):
 
     name = "sgd"
 
-    def start(self, problem: Problem) -> SGDProcess:
-        """Return a process at its first step."""
+    def start(self, problem: Problem) -> SGDProcess[Any]:
+        """Return the process that trains on a problem."""
         return SGDProcess(self, problem, problem.attach())
 
 
-class SGDProcess(DescentProcess):
-    """State and updates of `SGD`."""
+class SGDProcess(DescentProcess[D]):
+    """Equations of `SGD`."""
 
-    def gradient(self, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gradient(self, state: D, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return release / b + grad r / n."""
         problem = self.problem
         return {
             name: release[name] / problem.batch_size + problem.prior.gradient(p) / problem.n
-            for name, p in self.parameters.items()
+            for name, p in state.parameters.items()
         }
 
-    def posterior(self, **record: Any) -> Posterior:
+    def posterior(self, state: D, **record: Any) -> Posterior:
         """Return the last iterate, or the average."""
-        return PointPosterior(self.final(), self.problem.likelihood, **record)
+        return PointPosterior(self.final(state), self.problem.likelihood, **record)

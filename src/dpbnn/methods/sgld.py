@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dpbnn.methods.method import Method, Problem, Process
+from dpbnn.methods.state import State
 from dpbnn.posteriors import IteratePosterior, IterateWriter, Posterior
 from dpbnn.privacy.checks import check_count, check_numbers, check_positive
 from dpbnn.privacy.langevin import DRIFT, sgld_noise_multiplier
@@ -163,7 +164,7 @@ class SGLD(Langevin):
         return sgld_noise_multiplier(1.0, 1.0, n, batch_size, tau, self.convention)
 
     def start(self, problem: Problem) -> SGLDProcess:
-        """Return a process at its first step."""
+        """Return the process that trains on a problem."""
         return SGLDProcess(self, problem)
 
 
@@ -193,31 +194,54 @@ class SGHMC(Langevin):
         return batch_size / n * math.sqrt(2 * self.friction * self.temperature)
 
     def start(self, problem: Problem) -> SGHMCProcess:
-        """Return a process at its first step."""
+        """Return the process that trains on a problem."""
         return SGHMCProcess(self, problem)
 
 
-class LangevinProcess(Process):
-    """State and updates that SGLD and SGHMC share: chains, stored iterates, injected noise."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LangevinState(State):
+    """State of `SGLD` and `SGHMC`; iterates go to disk.
+
+    Attributes:
+        first: parameters at the start, where every chain begins.
+        velocity: of SGHMC, by parameter; of SGLD none.
+    """
+
+    first: dict[str, Tensor]
+    velocity: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+
+class LangevinProcess(Process[LangevinState]):
+    """Equations that SGLD and SGHMC share: chains, stored iterates, injected noise."""
 
     def __init__(self, settings: Langevin, problem: Problem) -> None:
         super().__init__(problem, problem.attach())
         self.settings = settings
-        self.first = {n: p.detach().clone() for n, p in self.parameters.items()}
         self.length = problem.steps // settings.chains
         stored = self.length // settings.thin
         self.kept = min(settings.keep, max(1, stored))
         self.writer: IterateWriter | None = None
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
-    def ready(self) -> None:
+    def begin(self) -> LangevinState:
+        """Return the state before the first step."""
+        parameters = self.problem.trainable()
+        first = {n: p.detach().clone() for n, p in parameters.items()}
+        return LangevinState(parameters=parameters, first=first)
+
+    def ready(self, state: LangevinState) -> None:
         """Reserve the disk space of all iterates."""
-        self._open_writer()
+        self._open_writer(state)
+
+    def flush(self) -> None:
+        """Write the iterates since the last checkpoint."""
+        if self.writer is not None:
+            self.writer.flush()
 
     def close(self) -> None:
         """Stop writing; an error of a run that has failed already is not raised again.
 
-        Iterates since the last `state` are forgotten: the key of their noise may be on disk.
+        Iterates since the last `flush` are forgotten: the key of their noise may be on disk.
         """
         if self.writer is not None:
             with contextlib.suppress(OSError):
@@ -225,7 +249,7 @@ class LangevinProcess(Process):
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the iterates since the last `state`.
+        """Memory of the iterates since the last `flush`.
 
         The key of their noise is on disk until then. An iterate beside it could be stripped of
         its noise, so iterates go to a run's folder with the checkpoint that replaces the key.
@@ -233,28 +257,30 @@ class LangevinProcess(Process):
         return 0 if self.writer is None else self.writer.held_bytes
 
     @abstractmethod
-    def move(self, name: str, drift: Tensor, eta: float, injected: Tensor | None) -> None:
+    def move(
+        self, state: LangevinState, name: str, drift: Tensor, eta: float, injected: Tensor | None
+    ) -> None:
         """Move one parameter along (n/b) release + grad r; `injected` is unit noise, if any."""
 
-    def update(self, release: Mapping[str, Tensor]) -> None:
+    def update(self, state: LangevinState, release: Mapping[str, Tensor]) -> LangevinState:
         """Take a Langevin step; store the iterate when its turn has come."""
-        problem, position = self.problem, self.steps % self.length
-        if position == 0 and self.steps:
-            self.restart()
-        writer = self._open_writer()
+        problem, position = self.problem, state.steps % self.length
+        if position == 0 and state.steps:
+            self.restart(state)
+        writer = self._open_writer(state)
         eta = self.settings.rate(position)
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
+            for name, parameter in state.parameters.items():
                 scale = problem.n / problem.batch_size
                 drift = release[name] * scale + problem.prior.gradient(parameter)
                 injected = None if problem.private else torch.randn_like(parameter)
-                self.move(name, drift.to(parameter.dtype), eta, injected)
-        self.steps += 1
+                self.move(state, name, drift.to(parameter.dtype), eta, injected)
         last = self.length - (position + 1)
         if last % self.settings.thin == 0 and last // self.settings.thin < self.kept:
-            writer.append({n: p.detach() for n, p in self.parameters.items()})
+            writer.append({n: p.detach() for n, p in state.parameters.items()})
+        return dataclasses.replace(state, steps=state.steps + 1)
 
-    def _open_writer(self) -> IterateWriter:
+    def _open_writer(self, state: LangevinState) -> IterateWriter:
         """Return the writer."""
         if self.writer is None:
             folder = self.settings.folder or self.problem.folder
@@ -263,12 +289,12 @@ class LangevinProcess(Process):
                     prefix="dpbnn-", ignore_cleanup_errors=True
                 )
                 folder = self._temporary.name
-            path, stored = Path(folder) / "iterates.safetensors", self._stored(self.steps)
-            if self.steps and not stored:
+            path, stored = Path(folder) / "iterates.safetensors", self._stored(state.steps)
+            if state.steps and not stored:
                 path.unlink(missing_ok=True)
             self.writer = IterateWriter(
                 path,
-                {n: p.detach() for n, p in self.parameters.items()},
+                {n: p.detach() for n, p in state.parameters.items()},
                 self.kept * self.settings.chains,
                 dtype=getattr(torch, self.settings.dtype),
                 keep="first",
@@ -284,95 +310,69 @@ class LangevinProcess(Process):
         first = self.length - (self.kept - 1) * thin
         return chains * self.kept + (max(0, (position - first) // thin + 1) if position else 0)
 
-    def restart(self) -> None:
-        """Begin the next chain: at fresh initial weights where the layers can draw them.
+    def restart(self, state: LangevinState) -> None:
+        """Begin the next chain, at rest, and at fresh initial weights where layers can draw them.
 
         Frozen parameters and buffers stay as they are.
         """
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(self.first[name])
+            for name, parameter in state.parameters.items():
+                parameter.copy_(state.first[name])
             for module in self.model.modules():
                 own = [p.requires_grad for p in module.parameters(recurse=False)]
                 if hasattr(module, "reset_parameters") and own and all(own):
                     module.reset_parameters()
             for buffer, value in buffers:
                 buffer.copy_(value)
+            for velocity in state.velocity.values():
+                velocity.zero_()
 
-    def posterior(self, **record: Any) -> Posterior:
+    def posterior(self, state: LangevinState, **record: Any) -> Posterior:
         """Return the stored iterates."""
-        writer = self._open_writer()
+        writer = self._open_writer(state)
         writer.close()
-        model = self.problem.rebuilt(self.parameters)
+        model = self.problem.rebuilt(state.parameters)
         posterior = IteratePosterior(model, self.problem.likelihood, writer.path, **record)
         if self._temporary is not None:
             weakref.finalize(posterior, self._temporary.cleanup)
         return posterior
 
-    def state(self) -> dict[str, Tensor]:
-        """Return everything needed to go on from here, as tensors; iterates are on disk then."""
-        if self.writer is not None:
-            self.writer.flush()
-        tensors: dict[str, Tensor] = {f"model.{n}": p for n, p in self.parameters.items()}
-        tensors |= {f"first.{n}": v for n, v in self.first.items()}
-        tensors["counts"] = torch.tensor([self.steps])
-        return {name: value.detach().clone().contiguous() for name, value in tensors.items()}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a `state`."""
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(state[f"model.{name}"])
-        device = next(iter(self.parameters.values())).device
-        self.first = {n[6:]: v.to(device) for n, v in state.items() if n.startswith("first.")}
-        self.steps = int(state["counts"][0])
-
 
 class SGLDProcess(LangevinProcess):
-    """State and updates of `SGLD`."""
+    """Equations of `SGLD`."""
 
     settings: SGLD
 
-    def move(self, name: str, drift: Tensor, eta: float, injected: Tensor | None) -> None:
+    def move(
+        self, state: LangevinState, name: str, drift: Tensor, eta: float, injected: Tensor | None
+    ) -> None:
         """Move along -a eta drift, a the share of the convention."""
         step = self.settings.drift * eta
-        self.parameters[name].sub_(drift, alpha=step)
+        state.parameters[name].sub_(drift, alpha=step)
         if injected is not None:
             std = math.sqrt(2 * self.settings.temperature * step)
-            self.parameters[name].add_(injected, alpha=std)
+            state.parameters[name].add_(injected, alpha=std)
 
 
 class SGHMCProcess(LangevinProcess):
-    """State and updates of `SGHMC`."""
+    """Equations of `SGHMC`."""
 
     settings: SGHMC
 
-    def __init__(self, settings: SGHMC, problem: Problem) -> None:
-        super().__init__(settings, problem)
-        self.velocity = {n: torch.zeros_like(p) for n, p in self.parameters.items()}
+    def begin(self) -> LangevinState:
+        """Return the state before the first step, at rest."""
+        state = super().begin()
+        zeros = {n: torch.zeros_like(p) for n, p in state.parameters.items()}
+        return dataclasses.replace(state, velocity=zeros)
 
-    def move(self, name: str, drift: Tensor, eta: float, injected: Tensor | None) -> None:
+    def move(
+        self, state: LangevinState, name: str, drift: Tensor, eta: float, injected: Tensor | None
+    ) -> None:
         """Move the velocity along -eta drift, and the parameter along the velocity."""
-        velocity = self.velocity[name]
+        velocity = state.velocity[name]
         velocity.mul_(1 - self.settings.friction).sub_(drift, alpha=eta)
         if injected is not None:
             std = math.sqrt(2 * self.settings.friction * eta * self.settings.temperature)
             velocity.add_(injected, alpha=std)
-        self.parameters[name].add_(velocity)
-
-    def restart(self) -> None:
-        """Begin the next chain, at rest."""
-        super().restart()
-        for velocity in self.velocity.values():
-            velocity.zero_()
-
-    def state(self) -> dict[str, Tensor]:
-        """Return everything needed to go on from here, as tensors."""
-        return super().state() | {f"velocity.{n}": v.clone() for n, v in self.velocity.items()}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a `state`."""
-        super().restore(state)
-        for name, velocity in self.velocity.items():
-            velocity.copy_(state[f"velocity.{name}"])
+        state.parameters[name].add_(velocity)

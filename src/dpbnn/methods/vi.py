@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dpbnn.likelihoods import Gaussian, Likelihood
 from dpbnn.methods.bbp import BBP, kl_gradient
-from dpbnn.methods.method import Descent, DescentProcess, Problem
+from dpbnn.methods.method import Descent, DescentProcess, DescentState, Problem
 from dpbnn.networks import GaussianLinear, IntegratedLinear
 from dpbnn.posteriors import MeanFieldPosterior, Posterior
 from dpbnn.privacy.checks import check_count, check_numbers
@@ -73,7 +73,7 @@ class VI(Descent):
         return BBP(rho=self.rho).prepared(model)
 
     def start(self, problem: Problem) -> VIProcess:
-        """Return a process at its first step."""
+        """Return the process that trains on a problem."""
         if problem.prior.cross_entropy_gradient(torch.ones(1), torch.ones(1)) is None:
             raise ValueError(
                 f"prior={problem.prior}: VI needs a closed-form KL; use Gaussian, Laplace or Flat, "
@@ -91,8 +91,8 @@ def _output_layer(model: nn.Module) -> str | None:
     return path if path and isinstance(module, GaussianLinear) else None
 
 
-class VIProcess(DescentProcess):
-    """State and updates of `VI`."""
+class VIProcess(DescentProcess[DescentState]):
+    """Equations of `VI`."""
 
     settings: VI
 
@@ -112,15 +112,15 @@ class VIProcess(DescentProcess):
         attached = problem.attach(likelihood, space="parameters", draws=settings.draws)
         super().__init__(settings, problem, attached)
 
-    def gradient(self, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gradient(self, state: DescentState, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return release / b + beta grad KL / n."""
         problem, beta = self.problem, self.settings.beta
         kl = kl_gradient(self.model, problem.prior)
         return {
             name: release[name] / problem.batch_size + beta / problem.n * kl[name]
-            for name in self.parameters
+            for name in state.parameters
         }
 
-    def posterior(self, **record: Any) -> Posterior:
+    def posterior(self, state: DescentState, **record: Any) -> Posterior:
         """Return the mean-field Gaussian."""
-        return MeanFieldPosterior.of(self.final(), self.problem.likelihood, **record)
+        return MeanFieldPosterior.of(self.final(state), self.problem.likelihood, **record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,8 @@ from torch import nn
 from dpbnn.contributions.attach import describe, refuse_changes
 from dpbnn.contributions.dense import UnsupportedModel
 from dpbnn.likelihoods import Likelihood
-from dpbnn.methods.method import Process
+from dpbnn.methods.method import AnyProcess
+from dpbnn.methods.state import State
 from dpbnn.posteriors import Posterior
 from dpbnn.privacy.checks import first_line
 from dpbnn.privacy.module_state import Found, ModuleState, change, described, origin
@@ -87,10 +89,10 @@ class Watch:
         """Raise where something has changed."""
         refuse_changes(self._state.differences(thorough=True))
 
-    def begin(self, process: Process) -> None:
+    def begin(self, process: AnyProcess[Any], state: State) -> None:
         """Watch what a process trains from now on."""
         likelihood = getattr(getattr(process, "attached", None), "likelihood", None)
-        self._tensors = process.released()
+        self._tensors = list(state.parameters.values())
         self._released |= self._state.paths(self._tensors)
         self._state = ModuleState(model=process.model, likelihood=likelihood)
         self._begun = False

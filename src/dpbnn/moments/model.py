@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ class Factors:
         slope: f_n's first natural parameter about m, first - second m, [batch, *mean] by name.
         curvature: f_n's precision, [batch, *covariance] by name.
         extra: coordinates that are no Gaussian block, such as a learned noise, [batch, ...] by
-            name; the method releases them beside the others and hands them to `learn`.
+            name; the method releases them beside the others and hands them to `moved_noise`.
     """
 
     slope: Mapping[str, Tensor]
@@ -90,7 +91,12 @@ class MomentModel(ABC):
     """A model whose tilted moments p(y | x, w) N(w; m, V) are known, exactly or nearly.
 
     Everything but the arguments x and y of `factors` is public.
+
+    Attributes:
+        noise: variance of the likelihood's noise.
     """
+
+    noise: float
 
     @abstractmethod
     def prior(self) -> Natural:
@@ -116,18 +122,15 @@ class MomentModel(ABC):
         """Return the shapes of the extra coordinates of `Factors`."""
         return {}
 
-    def learn(self, extra: Mapping[str, Tensor], step: float) -> None:  # noqa: B027
-        """Move what the extra coordinates stand for, given their noisy mean over the records."""
+    def moved_noise(self, extra: Mapping[str, Tensor], step: float) -> float:
+        """Return the noise variance after a step, given the records' noisy mean of `extra`."""
+        return self.noise
 
-    def temper(self, heat: float) -> None:  # noqa: B027
-        """Flatten the likelihood by a public factor >= 1 on its noise; 1 is the model itself."""
-
-    def state(self) -> dict[str, Tensor]:
-        """Return what `learn` has moved, for checkpoints."""
-        return {}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
-        """Go on from a `state`."""
+    def at(self, noise: float) -> Self:
+        """Return the same model at another noise variance, which is public."""
+        model = copy.copy(self)
+        model.noise = noise
+        return model
 
 
 def applied(matrix: Tensor, vector: Tensor) -> Tensor:

@@ -83,7 +83,6 @@ class NetworkMoments(MomentModel):
         self.start_variance = start_variance
         self.learned = likelihood.noise_std is None
         self.noise = noise_start if likelihood.noise_std is None else likelihood.noise_std**2
-        self.heat = 1.0
         weights = {name: layer.joined() for name, layer in self.layers.items()}
         self.means = {
             name: value.double() / self.layers[name].scale for name, value in weights.items()
@@ -113,7 +112,7 @@ class NetworkMoments(MomentModel):
         g_m, g_v = self._head(m, v, y)
         extra: dict[str, Tensor] = {}
         if self.learned:
-            extra["noise"] = math.sqrt(2 / self.n) * self.heat * self.noise * g_v.sum(1)
+            extra["noise"] = math.sqrt(2 / self.n) * self.noise * g_v.sum(1)
         slope: dict[str, Tensor] = {}
         curvature: dict[str, Tensor] = {}
         for name, kept, by_mean, by_variance in _backward(passes, g_m, g_v):
@@ -139,31 +138,18 @@ class NetworkMoments(MomentModel):
 
     def _head(self, m: Tensor, v: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the derivatives of log N(y; m, v + s) by m and v."""
-        total = v + self.heat * self.noise
+        total = v + self.noise
         g_m = (y.reshape(m.shape) - m) / total
         return g_m, 0.5 * (g_m.square() - 1 / total)
 
-    def temper(self, heat: float) -> None:
-        """Multiply the noise variance by a public factor."""
-        self.heat = heat
-
-    def learn(self, extra: Mapping[str, Tensor], step: float) -> None:
-        """Move the logarithm of the noise variance by a natural-gradient step.
+    def moved_noise(self, extra: Mapping[str, Tensor], step: float) -> float:
+        """Return the noise variance after a natural-gradient step of its logarithm.
 
         The Fisher information of log s is n/2; the coordinate is sqrt(2/n) d log Z / d log s.
         """
         low, high = _NOISE_RANGE
         move = step * math.sqrt(2 / self.n) * self.n * float(extra["noise"])
-        self.noise = min(max(self.noise * math.exp(min(max(move, -1.0), 1.0)), low), high)
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the learned noise variance."""
-        return {"noise": torch.tensor(self.noise, dtype=torch.float64)} if self.learned else {}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a `state`."""
-        if self.learned:
-            self.noise = float(state["noise"])
+        return min(max(self.noise * math.exp(min(max(move, -1.0), 1.0)), low), high)
 
     def posterior(self, natural: Natural, **record: Any) -> Posterior:
         """Return independent Gaussian weights that predict by moment propagation."""

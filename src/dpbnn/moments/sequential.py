@@ -174,32 +174,45 @@ def _rectified(m: Array, v: Array) -> tuple[Array, Array, Array, Array, Array, A
     return e, v * np.maximum(share, 0), upper, lower, density, std
 
 
+@dataclasses.dataclass(frozen=True)
 class PriorSites:
     """Gaussian priors with one Gamma precision for all weights, refined by EP.
 
     p(w | l) = N(0, 1/l), l ~ Gamma(a, b). Every weight has a site: a Gaussian and a Gamma factor
     that stand for its p(w | l).
 
-    Args:
-        size: number of weights.
-        start: the Gamma at the start.
+    Attributes:
+        gamma: of l.
+        first: precision times mean of the sites' Gaussians.
+        second: their precisions.
+        a: of the sites' Gamma factors.
+        b: likewise.
     """
 
-    def __init__(self, size: int, start: Gamma) -> None:
-        self.gamma = start
-        self.first, self.second = np.zeros(size), np.full(size, 1 / start.variance)
-        self.a, self.b = np.zeros(size), np.zeros(size)
+    gamma: Gamma
+    first: Array
+    second: Array
+    a: Array
+    b: Array
 
-    def sweep(self, first: Array, second: Array) -> None:
-        """Refine every site once, in order, and with it the natural parameters given, in place."""
+    @classmethod
+    def start(cls, size: int, gamma: Gamma) -> PriorSites:
+        """Return the sites of so many weights, at the first Gamma."""
+        zeros = (np.zeros(size) for _ in range(3))
+        return cls(gamma, next(zeros), np.full(size, 1 / gamma.variance), *zeros)
+
+    def swept(self, first: Array, second: Array) -> PriorSites:
+        """Refine every site once, in order, and the natural parameters given, all in place."""
+        gamma = self.gamma
         for i in range(len(first)):
-            self._refine(i, first, second)
+            gamma = self._refined(i, gamma, first, second)
+        return dataclasses.replace(self, gamma=gamma)
 
-    def _refine(self, i: int, first: Array, second: Array) -> None:
+    def _refined(self, i: int, gamma: Gamma, first: Array, second: Array) -> Gamma:
         precision = float(second[i] - self.second[i])
-        cavity = Gamma(self.gamma.a - float(self.a[i]), self.gamma.b - float(self.b[i]))
+        cavity = Gamma(gamma.a - float(self.a[i]), gamma.b - float(self.b[i]))
         if precision <= 0 or not cavity.valid:
-            return
+            return gamma
         v = 1 / precision
         m = v * float(first[i] - self.first[i])
         new = cavity.tilted(m * m, v)
@@ -207,10 +220,11 @@ class PriorSites:
         new_v = v - v * v / total
         new_m = m - v * m / total
         if not (new_v * _MOST > 1 and math.isfinite(new_m)):
-            return
-        self.a[i], self.b[i], self.gamma = new.a - cavity.a, new.b - cavity.b, new
+            return gamma
+        self.a[i], self.b[i] = new.a - cavity.a, new.b - cavity.b
         first[i], second[i] = new_m / new_v, 1 / new_v
         self.first[i], self.second[i] = first[i] - m * precision, second[i] - precision
+        return new
 
 
 def usable(precision: Array) -> NDArray[np.bool_] | None:

@@ -57,7 +57,7 @@ class MixtureMoments(MomentModel):
             )
         self.mixture = mixture
         self._prior, self._start_variance = prior, start_variance
-        self.temper(1.0)
+        self.noise = mixture.noise_std**2
 
     def prior(self) -> Natural:
         """Return N(centre_j + prior mean, std^2 I) for every component."""
@@ -73,17 +73,13 @@ class MixtureMoments(MomentModel):
         covariance = variance * eye.repeat(self.mixture.components, 1, 1)
         return Natural.of(Moments({_NAME: centres}, {_NAME: covariance}))
 
-    def temper(self, heat: float) -> None:
-        """Multiply the noise variance s^2 by a public factor >= 1."""
-        self.variance = heat * self.mixture.noise_std**2
-
     def factors(self, cavity: Moments, x: Tensor, y: Tensor) -> Factors:
         """Return every point's factor, [batch, J, D] and [batch, J, D, D]; `y` is not used."""
         mean, covariance = cavity.mean[_NAME], cavity.covariance[_NAME]
         spread, axes = torch.linalg.eigh(covariance)
-        logs, u = _tilt(x.to(mean), mean, spread, axes, self.mixture.log_weights, self.variance)
+        logs, u = _tilt(x.to(mean), mean, spread, axes, self.mixture.log_weights, self.noise)
         r = logs.softmax(-1).unsqueeze(-1)
-        share = r * spread / (spread + self.variance)
+        share = r * spread / (spread + self.noise)
         inverse = 1 / (1 - share).clamp(min=torch.finfo(mean.dtype).eps)
         towards = inverse * u
         both = r * (1 - r)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from dpbnn.contributions.dense import Contributions
 from dpbnn.contributions.masked import masked
-from dpbnn.methods.method import Problem
+from dpbnn.methods.method import DescentState, Problem
 from dpbnn.methods.sgd import SGD, SGDProcess
+from dpbnn.methods.state import UNSAVED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,24 +40,43 @@ class MaskedSGD(SGD):
             raise ValueError(f"fraction={self.fraction}: must lie in (0, 1]")
 
     def start(self, problem: Problem) -> MaskedSGDProcess:
-        """Return a process at its first step."""
+        """Return the process that trains on a problem."""
         return MaskedSGDProcess(self, problem, problem.attach())
 
 
-class MaskedSGDProcess(SGDProcess):
-    """State and updates of `MaskedSGD`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MaskedState(DescentState):
+    """State of `MaskedSGD`.
+
+    Attributes:
+        masks: of the step under way, by parameter.
+    """
+
+    masks: dict[str, Tensor] = dataclasses.field(default_factory=dict, metadata=UNSAVED)
+
+
+class MaskedSGDProcess(SGDProcess[MaskedState]):
+    """Equations of `MaskedSGD`."""
 
     settings: MaskedSGD
 
-    def contribute(self, x: Any, y: Tensor) -> Contributions:
-        """Draw the masks, and return what the examples contribute to the weights they let pass."""
-        self._masks = {
-            name: (torch.rand_like(p) < self.settings.fraction).to(p)
-            for name, p in self.parameters.items()
-        }
-        return masked(super().contribute(x, y), self._masks)
+    def begin(self) -> MaskedState:
+        """Return the state before the first step."""
+        return MaskedState(**vars(super().begin()))
 
-    def gradient(self, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def draw(self, state: MaskedState) -> MaskedState:
+        """Return the state with fresh masks."""
+        masks = {
+            name: (torch.rand_like(p) < self.settings.fraction).to(p)
+            for name, p in state.parameters.items()
+        }
+        return dataclasses.replace(state, masks=masks)
+
+    def contribute(self, state: MaskedState, x: Any, y: Tensor) -> Contributions:
+        """Return what the examples contribute to the weights that the masks let pass."""
+        return masked(super().contribute(state, x, y), state.masks)
+
+    def gradient(self, state: MaskedState, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return m * (release / b + grad r / n)."""
-        whole = super().gradient(release)
-        return {name: value * self._masks[name] for name, value in whole.items()}
+        whole = super().gradient(state, release)
+        return {name: value * state.masks[name] for name, value in whole.items()}

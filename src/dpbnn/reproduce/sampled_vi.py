@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dpbnn.methods.method import Method, Problem, Process
+from dpbnn.methods.state import State
 from dpbnn.posteriors import MeanFieldPosterior, Posterior
 from dpbnn.privacy.checks import check_positive
 from dpbnn.privacy.plan import Plan
@@ -67,52 +68,54 @@ class SampledVI(Method):
         return plan, self.clip
 
     def start(self, problem: Problem) -> SampledVIProcess:
-        """Return a process at its first step."""
+        """Return the process that trains on a problem."""
         return SampledVIProcess(self, problem)
 
 
-class SampledVIProcess(Process):
-    """State and updates of `SampledVI`; the model's weights are the last draw."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampledVIState(State):
+    """State of `SampledVI`; the parameters are the last draw.
+
+    Attributes:
+        mean: m, by parameter.
+    """
+
+    mean: dict[str, Tensor]
+
+
+class SampledVIProcess(Process[SampledVIState]):
+    """Equations of `SampledVI`; the model's weights are the last draw."""
 
     def __init__(self, settings: SampledVI, problem: Problem) -> None:
         super().__init__(problem, problem.attach())
         self.settings = settings
-        self.mean = {name: p.detach().clone() for name, p in self.parameters.items()}
-        with torch.no_grad():
-            for p in self.parameters.values():
-                p.add_(torch.randn_like(p), alpha=settings.std)
 
-    def update(self, release: Mapping[str, Tensor]) -> None:
+    def begin(self) -> SampledVIState:
+        """Return the state before the first step: the mean, and a draw."""
+        parameters = self.problem.trainable()
+        mean = {name: p.detach().clone() for name, p in parameters.items()}
+        with torch.no_grad():
+            for p in parameters.values():
+                p.add_(torch.randn_like(p), alpha=self.settings.std)
+        return SampledVIState(parameters=parameters, mean=mean)
+
+    def update(self, state: SampledVIState, release: Mapping[str, Tensor]) -> SampledVIState:
         """Take the draw that the release stands for, and move the mean towards it."""
         problem, settings = self.problem, self.settings
         with torch.no_grad():
-            for name, p in self.parameters.items():
-                mean = self.mean[name]
+            for name, p in state.parameters.items():
+                mean = state.mean[name]
                 gradient = release[name].to(p) / problem.batch_size
                 gradient += problem.prior.gradient(mean) / problem.n
                 p.copy_(mean - settings.learning_rate * gradient)
                 if not problem.private:
                     p.add_(torch.randn_like(p), alpha=settings.std)
                 mean.lerp_(p, settings.average)
-        self.steps += 1
+        return dataclasses.replace(state, steps=state.steps + 1)
 
-    def posterior(self, **record: Any) -> Posterior:
+    def posterior(self, state: SampledVIState, **record: Any) -> Posterior:
         """Return N(m, s^2)."""
         model = copy.deepcopy(self.model)
-        model.load_state_dict({**self.model.state_dict(), **self.mean})
-        std = {name: torch.full_like(v, self.settings.std) for name, v in self.mean.items()}
+        model.load_state_dict({**self.model.state_dict(), **state.mean})
+        std = {name: torch.full_like(v, self.settings.std) for name, v in state.mean.items()}
         return MeanFieldPosterior(model, self.problem.likelihood, std, **record)
-
-    def state(self) -> dict[str, Tensor]:
-        """Return everything needed to go on from here, as tensors."""
-        tensors = {f"mean.{n}": v.clone() for n, v in self.mean.items()}
-        tensors |= {f"draw.{n}": p.detach().clone() for n, p in self.parameters.items()}
-        return {**tensors, "steps": torch.tensor(self.steps)}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a `state`."""
-        with torch.no_grad():
-            for name, p in self.parameters.items():
-                self.mean[name] = state[f"mean.{name}"].to(p)
-                p.copy_(state[f"draw.{name}"])
-        self.steps = int(state["steps"])

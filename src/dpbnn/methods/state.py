@@ -1,0 +1,163 @@
+"""The state of a method: all that changes while it trains, as data, and how it is saved.
+
+`flat` and `restored` are the only code that turns a state into tensors of a checkpoint, and back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["UNSAVED", "Average", "State", "flat", "restored"]
+
+UNSAVED = {"saved": False}  # metadata of a field that follows from the others, or from a draw
+
+Value = TypeVar("Value")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class State:
+    """All that changes while a method trains; a method adds fields of its own.
+
+    A field holds a tensor, an array, a number, a `torch.optim` optimizer, or a mapping, list or
+    dataclass of these; with `metadata=UNSAVED` it is left out of checkpoints. Tensors are moved in
+    place, for speed, so an update uses up the state that it gets.
+
+    Attributes:
+        parameters: the tensors of the network that updates move, by name. They are the network's
+            own, not copies: contributions are taken at their values.
+        steps: how many updates were made.
+    """
+
+    parameters: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    steps: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Average:
+    """An average over the last steps; a post-processing of releases, so it is free.
+
+    Attributes:
+        values: by name; empty before the first step that counts.
+        count: how many steps are in it.
+    """
+
+    values: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    count: int = 0
+
+    def add(
+        self,
+        values: Mapping[str, Tensor],
+        steps: int,
+        total: int,
+        *,
+        share: float = 0.5,
+        decay: float | None = None,
+    ) -> Average:
+        """Return the average with the values after one more step.
+
+        Args:
+            values: by name.
+            steps: made so far.
+            total: of the run.
+            share: of the steps, the last ones, that are averaged over.
+            decay: of an exponential moving average, instead of the mean.
+        """
+        if steps <= (1 - share) * total:
+            return self
+        count = self.count + 1
+        weight = 1 / count if decay is None else 1 - decay
+        with torch.no_grad():
+            for name, value in values.items():
+                if name in self.values:
+                    self.values[name].lerp_(value, weight)
+        new = {n: v.detach().clone() for n, v in values.items() if n not in self.values}
+        return Average({**self.values, **new}, count)
+
+
+def flat(value: Any, name: str = "") -> dict[str, Tensor]:
+    """Return copies of all tensors and numbers of a state, by the path of their fields."""
+    if value is None:
+        return {}
+    if isinstance(value, Tensor):
+        return {name: value.detach().clone().contiguous()}
+    if isinstance(value, np.ndarray):
+        return {name: torch.from_numpy(value.copy())}
+    if isinstance(value, int | float):
+        dtype = torch.float64 if isinstance(value, float) else None
+        return {name: torch.tensor(value, dtype=dtype)}
+    found: dict[str, Tensor] = {}
+    for key, part in _parts(value):
+        found |= flat(part, _joined(name, key))
+    return found
+
+
+def restored(value: Value, tensors: Mapping[str, Tensor], name: str = "") -> Value:
+    """Return a state at the values that `flat` has returned; tensors take them over in place.
+
+    A mapping that is empty takes all that was saved of it; others take their own names alone.
+
+    Args:
+        value: a state of the same method and network, such as its first one.
+        tensors: from `flat`.
+        name: path of the value.
+
+    Raises:
+        KeyError, RuntimeError: where the tensors are those of another state.
+    """
+    made: Any = value
+    if isinstance(value, Tensor | np.ndarray):
+        saved = tensors[name]
+        if saved.shape != value.shape:
+            raise RuntimeError(f"{name} has another shape")
+        with torch.no_grad():
+            torch.as_tensor(value).copy_(saved)
+    elif isinstance(value, int | float):
+        made = type(value)(tensors[name].item())
+    elif isinstance(value, Optimizer):
+        inner: dict[int, dict[str, Tensor]] = {}
+        for path, saved in _under(tensors, name).items():
+            index, _, key = path.partition(".")
+            inner.setdefault(int(index), {})[key] = saved
+        value.load_state_dict({**value.state_dict(), "state": inner})
+    elif isinstance(value, Mapping) and not value:
+        made = _under(tensors, name)
+    elif value is not None:
+        parts = {key: restored(part, tensors, _joined(name, key)) for key, part in _parts(value)}
+        if dataclasses.is_dataclass(value):
+            made = dataclasses.replace(made, **parts)
+        else:
+            made = parts if isinstance(value, Mapping) else list(parts.values())
+    return made  # type: ignore[no-any-return]
+
+
+def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    if dataclasses.is_dataclass(value):
+        fields = [f.name for f in dataclasses.fields(value) if f.metadata != UNSAVED]
+        return [(name, getattr(value, name)) for name in fields]
+    if isinstance(value, Optimizer):
+        return value.state_dict()["state"].items()
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, list | tuple):
+        return enumerate(value)
+    raise TypeError(
+        f"a state holds a {type(value).__name__}, which cannot be saved; hold tensors, numbers, "
+        f"and mappings, lists or dataclasses of them"
+    )
+
+
+def _joined(name: str, key: object) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _under(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Return copies of the tensors below a path, by the rest of theirs."""
+    start = f"{name}."
+    return {n[len(start) :]: v.clone() for n, v in tensors.items() if n.startswith(start)}

@@ -1,0 +1,44 @@
+"""The loop of methods that visit raw records; not private, so that private plans are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dpbnn.contributions.dense import DenseContributions
+from dpbnn.messages import unquoted
+from dpbnn.methods.method import OpenProcess
+from dpbnn.resume import FAILED, Run
+
+__all__ = ["OpenRun"]
+
+
+class OpenRun(Run):
+    """Visits records without a gate. The ledger counts a step as one without privacy."""
+
+    process: OpenProcess[Any]
+
+    def __post_init__(self) -> None:
+        if self.plan.private:
+            raise ValueError(
+                f"{type(self.method).__name__} is not private: it visits raw records; use "
+                f"dpbnn.SEP(...) with this plan, or dpbnn.open_plan(...)"
+            )
+        super().__post_init__()
+
+    def train(self, progress: bool) -> None:
+        """Run the remaining steps; an interrupt leaves a checkpoint that can be gone on with."""
+        kept = self.rows.kept
+        with self.steps(progress) as done:
+            for batch in self.batches():
+                self.reserve()
+                self.gate(DenseContributions(torch.zeros(len(batch), 1)), records=batch)
+                torch.randint(2**62, ())  # as every step of a run draws a seed
+                records = batch.to(self.x.device)
+                whole = records if kept is None else records[kept[records]]
+                with unquoted(*FAILED):
+                    x, y = self.x[whole], self.y[whole]
+                    self.state = self.process.visit(self.state, x, y, whole.cpu())
+                self.step += 1
+                done()

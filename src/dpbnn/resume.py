@@ -1,0 +1,334 @@
+"""A run and what lies beside it: its ledger, its keys, its gate, its checkpoints.
+
+Everything here is about opening a run, also an earlier one, and about writing checkpoints. The
+steps are elsewhere: `training.py` has the private ones, `open_training.py` those without privacy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import secrets
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpbnn.checkpoint import Checkpoint, Keys, RunFolder, folder_lock
+from dpbnn.methods.method import AnyProcess, Method, Problem
+from dpbnn.methods.state import flat
+from dpbnn.methods.watch import Watch
+from dpbnn.posteriors import Posterior
+from dpbnn.privacy.bayesian import BayesianAccountant
+from dpbnn.privacy.events import Event
+from dpbnn.privacy.gate import Gate
+from dpbnn.privacy.keys import ratchet
+from dpbnn.privacy.ledger import Attempt, Ledger
+from dpbnn.privacy.noise import NoiseSource
+from dpbnn.privacy.plan import Plan
+from dpbnn.privacy.sampling import FROZEN_KEY
+from dpbnn.progress import deferred_interrupt, progress_bar
+from dpbnn.rows import Rows
+
+__all__ = ["FAILED", "Run"]
+
+FAILED = (
+    "the method, the network or the likelihood raised an error on a batch of the data",
+    "run it on public rows of that shape to see more",
+)
+
+_BLOCK = 50  # releases that are written to the ledger at once
+_HELD = 1 << 28  # bytes that a process may hold back from the disk between two checkpoints
+_BESIDE = "planned beside the training"
+
+
+@dataclasses.dataclass
+class Run(ABC):
+    """One training run: the process and its state, the gate, and what is on disk."""
+
+    method: Method
+    problem: Problem
+    process: AnyProcess[Any]
+    plan: Plan
+    clip: float | dict[str, float]
+    watch: Watch
+    rows: Rows
+    ledger: Ledger | None
+    resume: bool
+    every: int
+    debug_seed: int | None
+    accountants: Sequence[BayesianAccountant] = ()
+    beside_paid: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.x, self.y, self.out = self.rows.x, self.rows.y, self.problem.folder
+        self.sigmas = [sigma for sigma, count in self.plan.noise_multipliers for _ in range(count)]
+        self.step, self.process_id = 0, os.getpid()
+        self.run, self.label = secrets.token_hex(8), self.method.name
+        if self.out is not None:
+            self.label = f"{self.method.name}, run {self.run[:8]}"
+        self.state: Any = self.process.begin()
+
+    @abstractmethod
+    def train(self, progress: bool) -> None:
+        """Run the remaining steps; an interrupt leaves a checkpoint that can be gone on with."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Public settings, for the manifest and to recognise a checkpoint."""
+        return {**self.method.settings(), "clip": self.clip, "plan": self.plan.to_dict()}
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Open folder, ledger, keys and gate; a run that ends well leaves no keys."""
+        self.folder = None if self.out is None else RunFolder(self.out)
+        if self.folder is None and self.resume:
+            raise ValueError("resume=True: needs out=, the folder of the run to go on with")
+        with contextlib.nullcontext() if self.out is None else folder_lock(self.out):
+            before = self._earlier()
+            ledger = self._opened_ledger(before)
+            self.keys = self._opened_keys(before)
+            if before is not None:
+                self._restore(before)
+            attempt = Attempt(self.run, self.keys.name, self.keys.what)
+            beside = () if before is not None or self.beside_paid else self._unpaid()
+            ledger.check((*self._uncharged(ledger, attempt), *beside))
+            for observer in self.accountants:
+                observer.begin(self.plan, ledger.spent(self.label) if self.resume else ())
+            for event in beside:
+                ledger.spend(event, label=_BESIDE)
+            self.gate = Gate(
+                self.clip,
+                self.sigmas[0],
+                self.plan.sampler,
+                ledger,
+                noise=self._noise(),
+                label=self.label,
+                step=self.step,
+                attempt=attempt,
+                watchers=[observer.watch for observer in self.accountants],
+            )
+            try:
+                self.process.ready(self.state)
+                self._forget_keys()  # so that going on twice from here cannot repeat noise
+                yield
+            finally:
+                self.process.close()
+
+    def _earlier(self) -> Checkpoint | None:
+        """Return the checkpoint to go on with, if that is asked for."""
+        if self.folder is None:
+            return None
+        if not self.resume:
+            if self.folder.holds_a_run():
+                raise FileExistsError(
+                    f"{self.out} holds an earlier run; pass resume=True to go on with it, or give "
+                    f"another folder"
+                )
+            return None
+        checkpoint = self.folder.load(self.x.device)
+        if checkpoint.settings != json.dumps(self.settings, default=str):
+            raise ValueError(
+                f"{self.out}: the checkpoint is of a run with other settings; give the same plan "
+                f"and method, or another folder"
+            )
+        return checkpoint
+
+    def _opened_ledger(self, before: Checkpoint | None) -> Ledger:
+        """Return the ledger; the one that holds all of the run so far, where it goes on."""
+        ledger = self.ledger
+        path = None if self.folder is None else self.folder.ledger_file
+        if ledger is None and (before is None or (path is not None and path.exists())):
+            ledger = Ledger(path, delta=self.plan.delta, relation=self.plan.relation)
+        if before is not None and (
+            ledger is None
+            or ledger.id != before.ledger
+            or not ledger.holds(before.head)
+            or ledger.steps(before.run) < before.step
+        ):
+            raise ValueError(
+                f"{self.out}: the {before.step} releases of this run are not in the ledger given, "
+                f"so it cannot say what was spent. Give the ledger that the run began with, "
+                f"restored from a backup if need be; or start a new run in another folder, and "
+                f"count all of this one as spent: dpbnn.plan(..., beside=[plan])"
+            )
+        assert ledger is not None
+        if ledger.relation is not self.plan.relation:
+            raise ValueError(
+                f"relation: the plan has {self.plan.relation} and the ledger {ledger.relation}; "
+                f"give the plan the ledger's"
+            )
+        return ledger
+
+    def _opened_keys(self, before: Checkpoint | None) -> Keys:
+        """Return keys that serve this computation alone.
+
+        Without keys on disk the steps after the checkpoint get new ones: they are other releases,
+        and are charged.
+        """
+        if self.debug_seed is not None:
+            seed = hashlib.sha256(f"debug {self.debug_seed}".encode()).digest()
+            return Keys("debug", seed, ratchet(seed, before.step if before else 0), seed)
+        keys = None
+        if self.folder is not None and before is not None:
+            keys = self.folder.keys(before.step)
+        keys = keys or Keys.new(FROZEN_KEY.get())
+        if self.folder is not None:
+            keys.bind(
+                self.problem.trainable().values(),
+                settings=self.settings,
+                method=self.method,
+                plan=self.plan.to_dict(),
+                network=self.problem.model,
+                likelihood=self.watch.likelihood,
+                prior=self.problem.prior,
+                data=(self.x, self.y, self.rows.kept),
+                seed=self.seed,
+                microbatch_size=self.problem.microbatch_size,
+                device=self.x.device.type,
+            )
+        return keys
+
+    def _uncharged(self, ledger: Ledger, attempt: Attempt) -> list[Event]:
+        """Return the events of the steps to come that the ledger does not hold yet."""
+        first = self.step + len(ledger.covered(attempt, self.step))
+        return [
+            self.plan.sampler.event(sigma, len(list(same)), first)
+            for sigma, same in itertools.groupby(self.sigmas[first:])
+        ]
+
+    def _unpaid(self) -> list[Event]:
+        """Return what the plan has beside the training and nobody has charged.
+
+        What single gates have spent from the given ledger, such as private statistics, is theirs.
+        Equal events of other runs, or charged for them, pay for nothing.
+        """
+        held = Counter[Event]()
+        for event in [] if self.ledger is None else self.ledger.outside_runs(_BESIDE):
+            held[dataclasses.replace(event, count=1)] += event.count
+        unpaid = []
+        for event in self.plan.beside:
+            unit = dataclasses.replace(event, count=1, start=0, order="")
+            there = min(held[unit], event.count)
+            held[unit] -= there
+            if event.count > there:
+                unpaid.append(dataclasses.replace(event, count=event.count - there))
+        return unpaid
+
+    def _noise(self) -> NoiseSource:
+        if self.debug_seed is not None:
+            return NoiseSource.seeded(self.debug_seed, self.step)
+        purpose = f"noise {self.keys.what}"
+        return NoiseSource.from_key(self.keys.noise, self.step, purpose=purpose)
+
+    def _forget_keys(self) -> None:
+        if self.folder is not None:
+            self.folder.forget_keys()
+
+    def batches(self) -> Iterator[Tensor]:
+        """Return the batches of the remaining steps, as the plan draws them."""
+        return self.plan.sampler.batches(
+            self.plan.steps - self.step,
+            start=self.step,
+            key=self.keys.sampling,
+            records=len(self.x),
+        )
+
+    def reserve(self) -> float:
+        """Charge the ledger for the next step, where that has not been done; return its sigma."""
+        sigma = self.sigmas[self.step]
+        if not self.gate.reserved:
+            # Under a budget all at once: runs that share it must not use it up between them.
+            block = _BLOCK if self.gate.ledger.budget is None else self.plan.steps
+            ahead = self.sigmas[self.step : self.step + block]
+            same = next((i for i, s in enumerate(ahead) if s != sigma), len(ahead))
+            self.gate.reserve(same, sigma)
+        return sigma
+
+    @contextlib.contextmanager
+    def steps(self, progress: bool) -> Iterator[Callable[[], None]]:
+        """Give a function that ends a step: keys move on, checkpoints are written.
+
+        An interrupt is held back until then.
+        """
+        self.watch.begin(self.process, self.state)
+        with (
+            progress_bar(self.plan, self.step, progress) as advance,
+            deferred_interrupt() as interrupted,
+        ):
+
+            def done() -> None:
+                self._check_process()
+                self.keys.advance(self.gate.noise.key)
+                advance(self.step)
+                stop = interrupted()
+                if stop or (self._due() and self.step < self.plan.steps):
+                    self._save_checkpoint()
+                if stop:
+                    raise stop
+
+            yield done
+        self._forget_keys()
+
+    def _due(self) -> bool:
+        return self.step % self.every == 0 or self.process.held_bytes > _HELD
+
+    def _check_process(self) -> None:
+        if os.getpid() != self.process_id:
+            raise RuntimeError(
+                "fit was forked in the middle of a run, so that two processes would go on with it; "
+                "fork before or after"
+            )
+
+    def posterior(self, tuning_runs: int | None) -> Posterior:
+        """Return the posterior with its statement."""
+        statement = self.gate.statement(delta=self.plan.delta, tuning_runs=tuning_runs)
+        for observer in self.accountants:
+            observer.dp = statement
+        posterior = self.process.posterior(
+            self.state, privacy=statement, prior=self.problem.prior, settings=self.settings
+        )
+        return self.watch.checked(posterior)
+
+    def _save_checkpoint(self) -> None:
+        if self.folder is not None:
+            self.folder.save(self._checkpoint, self.keys if self.debug_seed is None else None)
+
+    def _checkpoint(self) -> Checkpoint:
+        self.process.flush()
+        tensors = {name: value.cpu() for name, value in flat(self.state, "state").items()}
+        tensors["random.cpu"] = torch.get_rng_state()
+        if self.x.is_cuda:
+            tensors["random.cuda"] = torch.cuda.get_rng_state(self.x.device)
+        return Checkpoint(
+            step=self.step,
+            run=self.run,
+            label=self.label,
+            ledger=self.gate.ledger.id,
+            head=self.gate.ledger.head,
+            settings=json.dumps(self.settings, default=str),
+            tensors=tensors,
+        )
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        tensors, start = checkpoint.tensors, "state."
+        saved = {n[len(start) :]: v for n, v in tensors.items() if n.startswith(start)}
+        try:
+            self.state = self.process.resumed(self.state, saved)
+        except (RuntimeError, KeyError, IndexError):
+            raise ValueError(
+                f"{self.out}: the checkpoint does not fit this network and method; give the same "
+                f"ones as before, or another folder"
+            ) from None
+        torch.set_rng_state(tensors["random.cpu"].cpu())
+        if "random.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["random.cuda"].cpu(), self.x.device)
+        self.step, self.run, self.label = checkpoint.step, checkpoint.run, checkpoint.label
