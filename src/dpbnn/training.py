@@ -34,12 +34,11 @@ from dpbnn.priors import Gaussian, Prior
 from dpbnn.privacy.bayesian import BayesianAccountant
 from dpbnn.privacy.checks import check_count, check_one_process, first_line, quoted
 from dpbnn.privacy.events import Event
-from dpbnn.privacy.gate import Gate
+from dpbnn.privacy.gate import Auditor, Gate
 from dpbnn.privacy.keys import ratchet
 from dpbnn.privacy.ledger import Attempt, Ledger
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.plan import Plan
-from dpbnn.privacy.sampling import FROZEN_KEY
 from dpbnn.privacy.statement import PrivacyStatement
 from dpbnn.progress import deferred_interrupt, progress_bar
 from dpbnn.rows import Rows, checked_rows
@@ -76,6 +75,7 @@ def fit(
     debug_seed: int | None = None,
     accountants: Sequence[BayesianAccountant] = (),
     beside_paid: bool = False,
+    _auditor: Auditor | None = None,
 ) -> Posterior:
     """Train a Bayesian network on a plan and return its posterior.
 
@@ -155,7 +155,7 @@ def fit(
             ledger=ledger, out=None if out is None else Path(out), resume=resume,
             microbatch_size=microbatch_size, debug_seed=debug_seed,
             every=checkpoint_every or max(1, settled.steps // 20), accountants=accountants,
-            beside_paid=beside_paid, seed=seed,
+            beside_paid=beside_paid, seed=seed, auditor=_auditor,
         )  # fmt: skip
         with run.opened():
             run.train(sys.stderr.isatty() if progress is None else progress)
@@ -249,6 +249,7 @@ class _Run:
     accountants: Sequence[BayesianAccountant] = ()
     beside_paid: bool = False
     seed: int = 0
+    auditor: Auditor | None = None
 
     def __post_init__(self) -> None:
         plan, method = self.plan, self.method
@@ -308,6 +309,7 @@ class _Run:
                 step=self.step,
                 attempt=attempt,
                 watchers=[observer.watch for observer in self.accountants],
+                auditor=self.auditor,
             )
             try:
                 self.process.ready()
@@ -373,7 +375,7 @@ class _Run:
         keys = None
         if self.folder is not None and before is not None:
             keys = self.folder.keys(before.step)
-        keys = keys or Keys.new(FROZEN_KEY.get())
+        keys = keys or Keys.new(None if self.auditor is None else self.auditor.sampling_key)
         if self.folder is not None:
             keys.bind(
                 [p for p in self.network.parameters() if p.requires_grad],
