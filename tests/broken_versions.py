@@ -24,6 +24,7 @@ from torch import nn
 
 import dpbnn
 from dpbnn import checkpoint, messages, networks, resume, rows, runs, training
+from dpbnn import audit, checkpoint, messages, networks, rows, runs, training
 from dpbnn.calibration import release
 from dpbnn.contributions import Contributions, DenseContributions, outer, recorded, sites
 from dpbnn.contributions.attach import Attached
@@ -39,7 +40,6 @@ from dpbnn.methods.sgld import LangevinProcess
 from dpbnn.methods.watch import Watch
 from dpbnn.posteriors import IterateWriter, folder
 from dpbnn.privacy import (
-    audit,
     gate,
     ledger,
     ledger_file,

@@ -46,7 +46,7 @@ BELOW = {
         "posteriors",
     },
     "rows": {"messages", "privacy", "likelihoods", ""},
-    "auditing": {"likelihoods", "methods", "posteriors", "priors", "privacy", "training"},
+    "audit": {"likelihoods", "methods", "posteriors", "priors", "privacy", "training"},
     "progress": {"privacy"},
     "computed": set(),
     "checkpoint": {"computed", "privacy"},

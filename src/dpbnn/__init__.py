@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 _EXPORTS = {
-    "dpbnn.auditing": ("replay",),
+    "dpbnn.audit": ("PrivacyBug", "Replay", "replay"),
     "dpbnn.calibration": ("calibration_split", "conformalize", "recalibrate", "select"),
     "dpbnn.contributions": ("DenseContributions", "UnsupportedModel", "attach"),
     "dpbnn.estimators": ("PrivateBayesClassifier", "PrivateBayesRegressor"),
@@ -39,7 +39,6 @@ _EXPORTS = {
     "dpbnn.predictive": ("Predictive",),
     "dpbnn.priors": ("Flat", "Gaussian", "Laplace", "ScaleMixture"),
     "dpbnn.privacy.accountants": ("ACCOUNTANTS",),
-    "dpbnn.privacy.audit": ("PrivacyBug", "Replay"),
     "dpbnn.privacy.bayesian": ("BayesianAccountant",),
     "dpbnn.privacy.bayesian_costs": ("attack_probability", "pair_distances"),
     "dpbnn.privacy.bayesian_estimate": ("BayesianPrivacyEstimate",),
@@ -88,7 +87,7 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from dpbnn import calibration, data, evaluation
-    from dpbnn.auditing import replay
+    from dpbnn.audit import PrivacyBug, Replay, replay
     from dpbnn.calibration import calibration_split, conformalize, recalibrate, select
     from dpbnn.contributions import (
         DenseContributions,
@@ -119,7 +118,6 @@ if TYPE_CHECKING:
     from dpbnn.predictive import Predictive
     from dpbnn.priors import Flat, Gaussian, Laplace, ScaleMixture
     from dpbnn.privacy.accountants import ACCOUNTANTS
-    from dpbnn.privacy.audit import PrivacyBug, Replay
     from dpbnn.privacy.bayesian import BayesianAccountant
     from dpbnn.privacy.bayesian_costs import attack_probability, pair_distances
     from dpbnn.privacy.bayesian_estimate import BayesianPrivacyEstimate

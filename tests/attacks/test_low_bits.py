@@ -144,7 +144,7 @@ def moved(first, second):
         with pytest.MonkeyPatch.context() as patch:
             add = noise.add_on_grid
             patch.setattr(noise, "add_on_grid", lambda sums, z, g: add(sums, z.zero_(), g))  # noqa: B023
-            sums = gate._clipped_sum(contributions, None, None, [])
+            sums = gate._clipped_sum(contributions, None, [])
             results.append(gate._noised(sums, 1.0)["value"])
     return float((results[0].double() - results[1].double()).norm())
 

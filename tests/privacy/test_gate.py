@@ -309,3 +309,60 @@ def test_batches_that_the_sampler_cannot_have_drawn_are_refused(draw, relation, 
 def test_bad_settings_say_so(clip, sigma, message):
     with pytest.raises(ValueError, match=message):
         Gate(clip=clip, noise_multiplier=sigma)
+
+
+def test_examples_that_are_not_kept_count_as_zero():
+    values = torch.randn(6, 3)
+    keep = torch.tensor([True, False, True, True, False, True])
+    expected = silent_gate(1.0)(DenseContributions(values[keep]))["value"]
+    for bad in (1e30, math.inf, math.nan):
+        values[1] = bad
+        release = silent_gate(1.0)(DenseContributions(values), keep=keep)["value"]
+        torch.testing.assert_close(release, expected)
+    grouped = silent_gate({"a": 1.0, "b": 1.0})
+    release = grouped(DenseContributions({"a": values, "b": values}), keep=keep)
+    torch.testing.assert_close(release["b"], expected)
+
+
+def test_keeping_all_changes_no_bit_and_watchers_see_no_norm_of_what_is_left_out():
+    values, norms = DenseContributions(torch.randn(5, 3)), []
+    whole = silent_gate(1.0)(values)["value"]
+    assert torch.equal(
+        silent_gate(1.0)(values, keep=torch.ones(5, dtype=torch.bool))["value"], whole
+    )
+    gate = silent_gate(1.0, watchers=[lambda event, clip, seen: norms.append(seen)])
+    gate(values, keep=torch.zeros(5, dtype=torch.bool))
+    assert norms[0].tolist() == [0.0] * 5
+
+
+def test_what_is_not_kept_is_still_of_the_batch():
+    gate = Gate(1.0, 1.0, dpbnn.FullBatch(5))
+    gate(DenseContributions(torch.ones(5, 2)), keep=torch.zeros(5, dtype=torch.bool))
+    with pytest.raises(ValueError, match="the batch has 4 records"):
+        gate(DenseContributions(torch.ones(4, 2)), keep=torch.zeros(4, dtype=torch.bool))
+
+
+def test_chunks_get_their_part_of_what_is_kept():
+    model, keep = dpbnn.mlp(3, (4,), 2), torch.arange(7) % 3 != 0
+    x, y = torch.randn(7, 3), torch.arange(7) % 2
+    whole = dpbnn.contributions(model, "categorical", x[keep], y[keep])
+    chunked = dpbnn.attach(model, "categorical", microbatch_size=2)(x, y)
+    expected, release = silent_gate(1.0)(whole), silent_gate(1.0)(chunked, keep=keep)
+    for name, value in expected.items():
+        torch.testing.assert_close(release[name], value)
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        (torch.ones(4, dtype=torch.bool), r"shape \(4,\) for a batch of 5"),
+        (torch.ones(5, 1, dtype=torch.bool), r"shape \(5, 1\)"),
+        (torch.ones(5), r"torch.float32; give a tensor of true or false"),
+        ([True] * 5, "is list"),
+    ],
+)
+def test_a_mask_of_another_kind_is_refused_before_anything_is_spent(keep, message):
+    gate = Gate(1.0, 1.0)
+    with pytest.raises(ValueError, match=f"keep: .*{message}"):
+        gate(DenseContributions(torch.ones(5, 2)), keep=keep)
+    assert gate.ledger.releases == 0

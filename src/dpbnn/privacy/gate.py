@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import dataclasses
 import math
 import os
@@ -62,17 +61,21 @@ class Clippable(Protocol):
         """Yield contributions whose examples, in order, make up this batch."""
 
 
-class Observer(Protocol):
-    """Sees the sums before the noise, and says what is released; see `dpbnn.privacy.audit`."""
+class Auditor(Protocol):
+    """Another way to release, for audits: sees the sums before the noise, and answers for it.
 
-    def weights(self, records: Tensor | None, count: int) -> Tensor | None:
-        """Return one factor per example that zeroes records out, or None."""
+    A gate with an auditor charges nothing. It notes in its ledger, durably and before anything is
+    summed, that releases were observed; nothing in that ledger is private from then on.
+    """
+
+    sampling_key: bytes
+    """What `fit` draws its batches with, instead of a key of its own."""
+
+    def keep(self, records: Tensor | None, count: int) -> Tensor | None:
+        """Return which examples take part, or None for all."""
 
     def release(self, gate: Gate, event: Event, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return what stands for the release."""
-
-
-OBSERVER: contextvars.ContextVar[Observer | None] = contextvars.ContextVar("observer", default=None)
 
 
 Watcher = Callable[[Event, float, Tensor], None]
@@ -140,6 +143,7 @@ class Gate:
             ledger holds of this very attempt is not charged again.
         watchers: get the clipped norms of every release, for the data holder's eyes; what they
             do comes after the release and reaches it in no way.
+        auditor: makes the releases of an audit, which are not private; see `Auditor`.
     """
 
     def __init__(
@@ -154,6 +158,7 @@ class Gate:
         step: int = 0,
         attempt: Attempt | None = None,
         watchers: Sequence[Watcher] = (),
+        auditor: Auditor | None = None,
     ) -> None:
         check_one_process()
         if attempt is not None and noise is None:
@@ -173,6 +178,7 @@ class Gate:
         self.step = step
         self._precision = _Precision(1.0, torch.float32)
         self._watchers = tuple(watchers)
+        self._auditor = auditor
         self._guard, self._process = threading.RLock(), os.getpid()
         self.attempt = Attempt.new() if attempt is None else attempt
         check_relation(self._event(self.noise_multiplier, 1, step), self.ledger.relation)
@@ -199,7 +205,7 @@ class Gate:
         """
         sigma = self._sigma(noise_multiplier)
         with self._mine():
-            if OBSERVER.get() is None:
+            if self._auditor is None:
                 hidden = sigma if self.noise.private else 0.0
                 first = self.step + len(self._reserved)
                 self.ledger.spend(
@@ -217,6 +223,7 @@ class Gate:
         *,
         noise_multiplier: float | None = None,
         mean: bool = False,
+        keep: Tensor | None = None,
         records: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Release the clipped and noised sum of contributions, by name.
@@ -225,25 +232,35 @@ class Gate:
             contributions: of the records of one batch, possibly none.
             noise_multiplier: sigma of this release, where a schedule changes it.
             mean: divide by the expected batch size (never by the realised one).
+            keep: true or false for every example; where false it counts as zero, whatever it
+                contributes. Such an example is still one of the batch.
             records: which records the examples are; read by audits only.
         """
         sigma = self._sigma(noise_multiplier)
         self._check_size(contributions.batch_size)
+        _check_keep(keep, contributions.batch_size)
         self._groups(contributions.shapes)
         if mean and self.sampler is None:
             raise ValueError(
                 "mean=True: needs a sampler, whose expected batch size divides the sum"
             )
         with self._mine():
-            return self._release(contributions, sigma, mean, records)
+            return self._release(contributions, sigma, mean, keep, records)
 
     def _release(
-        self, contributions: Clippable, sigma: float, mean: bool, records: Tensor | None
+        self,
+        contributions: Clippable,
+        sigma: float,
+        mean: bool,
+        keep: Tensor | None,
+        records: Tensor | None,
     ) -> dict[str, Tensor]:
         self._precision = self._precision_of(contributions, sigma)
         if not self._reserved:
             self.reserve(1, sigma)
-        elif self._hidden and not self.noise.private and OBSERVER.get() is None:
+        elif self._auditor is not None:
+            self.ledger.observe()
+        elif self._hidden and not self.noise.private:
             raise ValueError(
                 "noise: the releases were reserved with private noise, and this source is seeded; "
                 "make a gate of its own for it"
@@ -255,13 +272,15 @@ class Gate:
             )
         event = self._event(sigma, 1, self.step)
         self.step += 1
-        observer = OBSERVER.get()
         norms: list[Tensor] = []
-        sums = self._clipped_sum(contributions, records, observer, norms)
-        if observer is not None:
-            release = observer.release(self, event, sums)
+        if self._auditor is None:
+            release = self._noised(self._clipped_sum(contributions, keep, norms), sigma)
         else:
-            release = self._noised(sums, sigma)
+            masked = self._auditor.keep(records, contributions.batch_size)
+            if masked is not None:
+                keep = masked if keep is None else keep & masked.to(keep.device)
+            sums = self._clipped_sum(contributions, keep, norms)
+            release = self._auditor.release(self, event, sums)
         dtype = contributions.dtype
         release = {n: v if v.dtype is dtype else v.to(dtype) for n, v in release.items()}
         if mean and self.sampler is not None:
@@ -313,26 +332,19 @@ class Gate:
         return _Precision(share, dtype)
 
     def _clipped_sum(
-        self,
-        contributions: Clippable,
-        records: Tensor | None,
-        observer: Observer | None,
-        norms: list[Tensor],
+        self, contributions: Clippable, keep: Tensor | None, norms: list[Tensor]
     ) -> dict[str, Tensor]:
-        """Return sum_i c_i min(1, C'/|c_i|); `norms` gets those of every chunk if watched.
+        """Return sum_i c_i min(1, C'/|c_i|) of those kept; `norms` gets all norms if watched.
 
         A lone chunk's sum is left as it is, several are added up in float64; where the number of
         records is secret, all are float64, so that it does not show.
         """
         total: dict[str, Tensor] = {}
-        factors = None
-        if observer is not None:
-            factors = observer.weights(records, contributions.batch_size)
         first = 0
         for chunk in contributions.chunks():
             w = self._weights(chunk)
-            if factors is not None:
-                part = factors[first : first + chunk.batch_size].to(chunk.device)
+            if keep is not None:
+                part = keep[first : first + chunk.batch_size].to(chunk.device)
                 w = w * part if isinstance(w, Tensor) else {n: v * part for n, v in w.items()}
                 first += chunk.batch_size
             if self._watchers:
@@ -413,6 +425,18 @@ class Gate:
                 f"n={self.sampler.n} has {expected if expected is not None else 'at most n'}; "
                 f"draw batches with sampler.batches(...), or pass sampler=None to the gate"
             )
+
+
+def _check_keep(keep: Tensor | None, size: int) -> None:
+    if keep is None:
+        return
+    if not isinstance(keep, Tensor) or keep.dtype is not torch.bool:
+        kind = keep.dtype if isinstance(keep, Tensor) else type(keep).__name__
+        raise ValueError(f"keep: is {kind}; give a tensor of true or false, one per example")
+    if keep.shape != (size,):
+        raise ValueError(
+            f"keep: has shape {tuple(keep.shape)} for a batch of {size}; give one per example"
+        )
 
 
 def _factor(norms: Tensor, clip: float) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import dataclasses
 import hashlib
 import math
@@ -20,11 +19,6 @@ from dpbnn.privacy.keys import ratchet
 if TYPE_CHECKING:
     import numpy as np
     import torch
-
-FROZEN_KEY: contextvars.ContextVar[bytes | None] = contextvars.ContextVar(
-    "frozen_key", default=None
-)
-"""Takes the place of a fresh key while an audit replays a run."""
 
 __all__ = ["FixedSize", "FullBatch", "Partition", "Poisson", "Sampler", "sampler"]
 
@@ -119,7 +113,7 @@ class Sampler(ABC):
         import torch
 
         if key is None:
-            key = FROZEN_KEY.get() or secrets.token_bytes(32)
+            key = secrets.token_bytes(32)
         elif not 16 <= len(key) <= 64:
             raise ValueError(f"key: has {len(key)} bytes, must have 16 to 64")
         if records is None:

@@ -1,13 +1,19 @@
+import ast
+import contextlib
+import contextvars
 import gc
+import math
 import random
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import dpbnn
+from dpbnn.audit import PrivacyBug, replay
 from dpbnn.contributions import DenseContributions
-from dpbnn.privacy.audit import PrivacyBug, replay
 from dpbnn.privacy.gate import Gate
 
 DATA = torch.arange(40.0).reshape(20, 2) / 10
@@ -147,7 +153,7 @@ def test_results_are_compared_in_depth():
 def test_docstring_examples_hold():
     import doctest
 
-    from dpbnn.privacy import audit
+    from dpbnn import audit
 
     result = doctest.testmod(audit)
     assert result.attempted
@@ -175,3 +181,127 @@ def test_garbage_that_others_left_does_not_show_in_the_trace():
         assert gc.isenabled()
     finally:
         gc.set_threshold(*threshold)
+
+
+# No gate outside a replay can skip its ledger.
+
+
+def released(gate):
+    return gate(DenseContributions(torch.ones(4, 2)))["value"]
+
+
+def charged(gate):
+    """Whether a release of this gate is charged, and its ledger still private."""
+    before = gate.ledger.releases
+    released(gate)
+    return gate.ledger.releases == before + 1 and gate.statement(delta=1e-5).private
+
+
+def test_nothing_in_privacy_reads_a_context_variable_or_a_global_switch():
+    for path in Path(dpbnn.__file__).parent.glob("privacy/*.py"):
+        tree = ast.parse(path.read_text())
+        assert not any(isinstance(node, ast.Global) for node in ast.walk(tree)), path
+        assert "contextvars" not in path.read_text(), path
+
+
+def test_a_gate_charges_in_a_context_that_was_copied_in_a_replay():
+    kept = []
+
+    def attack(values):
+        kept.append(contextvars.copy_context())
+        return released(Gate(1.0, 2.0))
+
+    replay(attack, DATA, DATA)
+    for context in kept:
+        assert context.run(charged, Gate(1.0, 2.0))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_gates_are_themselves_again_after_a_replay(fails):
+    methods = Gate.__call__, Gate.reserve, dpbnn.Poisson.batches
+    made = []
+
+    def function(values):
+        made.append(Gate(1.0, 2.0))
+        released(made[-1])
+        if fails:
+            raise KeyError("in the middle")
+
+    with contextlib.suppress(KeyError):
+        replay(function, DATA, DATA)
+    assert methods == (Gate.__call__, Gate.reserve, dpbnn.Poisson.batches)
+    assert charged(Gate(1.0, 2.0))
+    for gate in made:
+        released(gate)
+        assert gate.ledger.releases == 1
+        assert not gate.statement(delta=1e-5).private
+
+
+def test_the_gates_of_other_threads_charge_while_one_replays():
+    """Of threads from before and from inside the replay; one of them has the replay's own gate."""
+    shared, found = Gate(1.0, 2.0), []
+
+    def function(values):
+        release = released(shared)
+        for work in (lambda: charged(Gate(1.0, 2.0)), lambda: released(shared)):
+            thread = threading.Thread(target=lambda work=work: found.append(work()))
+            thread.start()
+            thread.join()
+        return release
+
+    replay(function, DATA, DATA, trace=False)
+    assert [answer for answer in found if answer is True] == [True, True]
+    assert shared.ledger.releases == 2  # of the other threads, one in each run
+    assert not shared.statement(delta=1e-5).private
+
+
+def test_two_threads_can_replay_at_once():
+    together = threading.Barrier(2, timeout=60)
+    results = []
+
+    def function(values):
+        together.wait()
+        return train(values)
+
+    def work(record):
+        results.append(replay(function, DATA, record, trace=False).check())
+
+    threads = [threading.Thread(target=work, args=(record,)) for record in (3, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 2
+    assert charged(Gate(1.0, 2.0))
+
+
+class Silent:
+    """An auditor of one's own, that lets sums pass without noise."""
+
+    sampling_key = b"k" * 32
+
+    def keep(self, records, count):
+        return None
+
+    def release(self, gate, event, sums):
+        return sums
+
+
+@pytest.mark.parametrize("reserved", [0, 3])
+def test_a_gate_with_an_auditor_of_ones_own_is_not_private(tmp_path, reserved):
+    ledger = dpbnn.Ledger(tmp_path / "ledger.jsonl", delta=1e-5)
+    gate = Gate(1.0, 2.0, ledger=ledger, auditor=Silent())
+    gate.reserve(reserved)
+    released(gate)
+    for book in (ledger, dpbnn.Ledger(ledger.path)):
+        assert "observed or replayed" in book.statement().reason
+        assert book.epsilon() == math.inf
+
+
+def test_what_was_reserved_before_an_auditor_came_is_not_private_either():
+    gate = Gate(1.0, 2.0)
+    gate.reserve(1)
+    assert gate.statement(delta=1e-5).private
+    gate._auditor = Silent()
+    released(gate)
+    assert not gate.statement(delta=1e-5).private

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import dpbnn
+from dpbnn.audit import PrivacyBug
 from dpbnn.contributions import DenseContributions
 from dpbnn.methods.method import Method, Process
 from dpbnn.posteriors import PointPosterior
-from dpbnn.privacy.audit import PrivacyBug
 
 N = 30
 
@@ -172,13 +172,3 @@ def test_what_cannot_be_replayed_is_refused_in_a_line():
         with pytest.raises(ValueError, match=message) as caught:
             dpbnn.replay(what, classes(), **arguments)
         assert "\n" not in str(caught.value)
-
-
-def test_docstring_examples_hold():
-    import doctest
-
-    from dpbnn import auditing
-
-    result = doctest.testmod(auditing)
-    assert result.attempted
-    assert not result.failed
