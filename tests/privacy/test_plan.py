@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import dpbnn
 from dpbnn.privacy.accountants import ACCOUNTANTS, _poisson_pld
-from dpbnn.privacy.plan import ComposedPlan, Plan, round_up
+from dpbnn.privacy.checks import round_up
+from dpbnn.privacy.plan import ComposedPlan, Plan
 
 MNIST = {"delta": 1e-5, "n": 60_000, "batch_size": 256, "epochs": 15}
 

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 from dpbnn.privacy import accountants
-from dpbnn.privacy.checks import check_numbers
+from dpbnn.privacy.checks import check_numbers, round_up
 from dpbnn.privacy.events import Event, check_relation
 from dpbnn.privacy.ledger_file import LedgerCorrupted, LedgerFile, Locked
-from dpbnn.privacy.plan import round_up
 from dpbnn.privacy.relation import Relation
 from dpbnn.privacy.statement import PrivacyStatement
 

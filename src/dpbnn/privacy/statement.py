@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dpbnn.privacy import accountants
+from dpbnn.privacy.checks import round_up
 from dpbnn.privacy.events import Event
-from dpbnn.privacy.plan import round_up
 from dpbnn.privacy.relation import Relation
 
 __all__ = ["PrivacyStatement"]
