@@ -31,7 +31,7 @@ from dpbnn.networks import LearnedNoise, training_mode
 from dpbnn.posteriors import Posterior
 from dpbnn.posteriors.evaluate import unfused_attention
 from dpbnn.priors import Gaussian, Prior
-from dpbnn.privacy.bayesian import BayesianAccountant
+from dpbnn.privacy.bayesian import BayesianAccountant, given_observers
 from dpbnn.privacy.checks import check_count, check_one_process, first_line, quoted
 from dpbnn.privacy.events import Event
 from dpbnn.privacy.gate import Gate
@@ -74,8 +74,9 @@ def fit(
     tuning_runs: int | None = None,
     progress: bool | None = None,
     debug_seed: int | None = None,
-    accountants: Sequence[BayesianAccountant] = (),
+    observers: Sequence[BayesianAccountant] = (),
     beside_paid: bool = False,
+    accountants: Sequence[BayesianAccountant] | None = None,
 ) -> Posterior:
     """Train a Bayesian network on a plan and return its posterior.
 
@@ -112,12 +113,14 @@ def fit(
         tuning_runs: how many other runs on this data chose the settings, for the statement.
         progress: show a progress bar; by default on a terminal.
         debug_seed: seeds noise and sampling; the statement then says "debug: not private".
-        accountants: Bayesian accountants that observe the clipped norms of every release. What
-            they estimate is raw: it is in no statement and in nothing that is saved.
+        observers: each is a `BayesianAccountant`, which gets the clipped norms of every release.
+            What it estimates is raw: it is in no statement and in nothing that is saved.
         beside_paid: the caller charges what the plan has beside it to `ledger`. Otherwise it is
             charged here, but for what single gates, such as private statistics, spent there.
+        accountants: the earlier name of `observers`, for one more release.
     """
     check_one_process()
+    observers = given_observers(observers, accountants)
     if method is None or plan is None:
         raise ValueError(
             "method and plan: both are needed, such as method=dpbnn.SGLD(...), plan=plan"
@@ -154,7 +157,7 @@ def fit(
             method, settled, clip, watch, prior, network, rows,
             ledger=ledger, out=None if out is None else Path(out), resume=resume,
             microbatch_size=microbatch_size, debug_seed=debug_seed,
-            every=checkpoint_every or max(1, settled.steps // 20), accountants=accountants,
+            every=checkpoint_every or max(1, settled.steps // 20), observers=observers,
             beside_paid=beside_paid, seed=seed,
         )  # fmt: skip
         with run.opened():
@@ -246,7 +249,7 @@ class _Run:
     every: int
     microbatch_size: int | None
     debug_seed: int | None
-    accountants: Sequence[BayesianAccountant] = ()
+    observers: Sequence[BayesianAccountant] = ()
     beside_paid: bool = False
     seed: int = 0
 
@@ -294,7 +297,7 @@ class _Run:
             attempt = Attempt(self.run, self.keys.name, self.keys.what)
             beside = () if before is not None or self.beside_paid else self._unpaid()
             ledger.check((*self._uncharged(ledger, attempt), *beside))
-            for observer in self.accountants:
+            for observer in self.observers:
                 observer.begin(self.plan, ledger.spent(self.label) if self.resume else ())
             for event in beside:
                 ledger.spend(event, label=_BESIDE)
@@ -307,7 +310,7 @@ class _Run:
                 label=self.label,
                 step=self.step,
                 attempt=attempt,
-                watchers=[observer.watch for observer in self.accountants],
+                watchers=[observer.watch for observer in self.observers],
             )
             try:
                 self.process.ready()
@@ -498,7 +501,7 @@ class _Run:
     def posterior(self, tuning_runs: int | None) -> Posterior:
         """Return the posterior with its statement."""
         statement = self.gate.statement(delta=self.plan.delta, tuning_runs=tuning_runs)
-        for observer in self.accountants:
+        for observer in self.observers:
             observer.dp = statement
         posterior = self.process.posterior(
             privacy=statement, prior=self.prior, settings=self.settings
