@@ -137,15 +137,13 @@ class Ledger:
 
     def outside_runs(self, other_than: str) -> list[Event]:
         """Return what single gates have spent, and no run of `fit`, under any label but one."""
-        with self._mine():
-            self._refresh()
-            return self._entries.outside_runs(other_than)
+        with self._known() as entries:
+            return entries.outside_runs(other_than)
 
     def steps(self, run: str) -> int:
         """Return how many different steps of a run are recorded, by any of its attempts."""
-        with self._mine():
-            self._refresh()
-            return self._entries.steps(run)
+        with self._known() as entries:
+            return entries.steps(run)
 
     def covered(self, attempt: Attempt, step: int, clip: float | None = None) -> list[float]:
         """Return the sigmas of the steps from `step` on that are charged to an attempt already.
@@ -155,9 +153,8 @@ class Ledger:
             step: the first of them.
             clip: of the releases; None for any.
         """
-        with self._mine():
-            self._refresh()
-            return self._entries.covered(attempt, step, clip)
+        with self._known() as entries:
+            return entries.covered(attempt, step, clip)
 
     def epsilon(self, delta: float | None = None, accountant: str | None = None) -> float:
         """Return epsilon of everything spent, at `delta` (by default the ledger's)."""
@@ -201,7 +198,8 @@ class Ledger:
     def observe(self) -> None:
         """Note, durably, that releases were made that are not recorded: nothing is private then."""
         if not self._entries.observed and self._file is not None:
-            self._mark({"observed": True})
+            with self._mine(), self._read(self._file, writing=True) as locked:
+                locked.append([{"observed": True}])
         self._entries.observed = True
 
     def spend(
@@ -240,8 +238,7 @@ class Ledger:
 
     def check(self, events: Iterable[Event]) -> None:
         """Raise BudgetExceeded if the budget does not hold `events`; nothing is spent."""
-        with self._mine():
-            self._refresh()
+        with self._known():
             self._refuse(tuple(events))
 
     @classmethod
@@ -282,12 +279,6 @@ class Ledger:
         if delta is None:
             raise ValueError("delta: missing; this ledger was made without one, so pass delta")
         return delta
-
-    def _mark(self, line: dict[str, Any]) -> None:
-        assert self._file is not None
-        with self._mine(), self._read(self._file, writing=True) as locked:
-            locked.append([line])
-            self._take([line], own=True)
 
     def _cost(self, events: tuple[Event, ...], delta: float, name: str | None = None) -> float:
         name = name or self._entries.header["accountant"] or accountants.default_accountant(events)
@@ -395,13 +386,19 @@ class Ledger:
         finally:
             self._inside = False
 
-    def _refresh(self) -> list[LabelledEvent]:
-        """Take in what others have recorded and return everything spent."""
+    @contextlib.contextmanager
+    def _known(self) -> Iterator[Entries]:
+        """Keep other threads out, with all entries of others taken in."""
         with self._mine():
             if self._file is not None:
                 with self._read(self._file, writing=False):
                     pass
-            return self._entries.events()
+            yield self._entries
+
+    def _refresh(self) -> list[LabelledEvent]:
+        """Take in what others have recorded and return everything spent."""
+        with self._known() as entries:
+            return entries.events()
 
     def _take(self, lines: list[dict[str, Any]], *, own: bool = False) -> None:
         """Take lines of the file in, or those just written."""

@@ -57,13 +57,9 @@ class Entries:
 
     Mechanisms and attempts have a line each, and a number; a spend refers to them by it.
 
-    Args:
+    Attributes:
         header: the first line: name, relation, budget.
         path: of the file, for messages.
-        observed: whether releases were made that are not recorded.
-
-    Attributes:
-        header: the first line, as it was taken in.
         observed: whether releases were made that are not recorded.
         lost: whether entries were lost.
         spends: the entries.

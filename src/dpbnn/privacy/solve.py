@@ -15,7 +15,6 @@ from dpbnn.privacy.schedule import MOST_STEPS
 __all__ = ["noise_scale", "step_count"]
 
 _CLOSE = 0.998  # a solved epsilon lies in [_CLOSE * target, target]
-_LARGEST = 1e9
 
 
 def noise_scale(
@@ -58,11 +57,9 @@ def noise_scale(
             scale = math.sqrt(low * high)
         if low > 0 and high / low < 1 + 1e-9:
             return high
-        if scale > _LARGEST:
+        if scale > 1e9:
             break
-    raise ValueError(
-        f"epsilon={target}: no noise multiplier up to {_LARGEST:g} reaches it; raise epsilon"
-    )
+    raise ValueError(f"epsilon={target}: no noise multiplier up to 1e9 reaches it; raise epsilon")
 
 
 def step_count(cost: Callable[[int], float], target: float) -> int:

@@ -15,7 +15,7 @@ from dpbnn.privacy.checks import round_up
 from dpbnn.privacy.events import Event
 from dpbnn.privacy.relation import Relation
 
-__all__ = ["UNKNOWN", "LabelledEvent", "PrivacyStatement", "joined", "statement_of"]
+__all__ = ["UNKNOWN", "LabelledEvent", "PrivacyStatement", "item", "joined", "statement_of"]
 
 SCHEMA = 1
 
@@ -251,19 +251,19 @@ class PrivacyStatement:
         bound = "epsilon about" if self.accountant == "gdp-clt" else "epsilon ="
         lines = [
             f"Differential privacy: {bound} {round_up(self.epsilon)}, delta = {self.delta:g}",
-            _item(
+            item(
                 "Protects",
                 f"{self.unit}: datasets that {self.relation.description} ({self.relation}) give "
                 f"outputs whose probabilities differ by a factor of at most exp(epsilon), "
                 f"up to delta.",
             ),
-            _item("Accountant", f"{self.accountant} ({self.accountant_version})"),
-            *(_item("Mechanism", _describe(mechanism)) for mechanism in self.mechanisms),
-            _item("Covers", "; ".join(self.covers)),
-            _item("Public", "; ".join(self.public)),
-            _item("Randomness", self.randomness),
-            _item("Tuning", _tuning(self.tuning_runs)),
-            *(_item("Caveat", caveat) for caveat in self.caveats),
+            item("Accountant", f"{self.accountant} ({self.accountant_version})"),
+            *(item("Mechanism", _describe(mechanism)) for mechanism in self.mechanisms),
+            item("Covers", "; ".join(self.covers)),
+            item("Public", "; ".join(self.public)),
+            item("Randomness", self.randomness),
+            item("Tuning", _tuning(self.tuning_runs)),
+            *(item("Caveat", caveat) for caveat in self.caveats),
         ]
         return "\n".join(lines)
 
@@ -377,5 +377,6 @@ def _tuning(runs: int | None) -> str:
     return "number of tuning runs not declared" if runs is None else f"{runs} tuning runs declared"
 
 
-def _item(name: str, text: str) -> str:
+def item(name: str, text: str) -> str:
+    """Return a named paragraph of a statement."""
     return textwrap.fill(text, 96, initial_indent=f"  {name + ':':<12}", subsequent_indent=" " * 14)
