@@ -42,6 +42,7 @@ from dpbnn.posteriors import IterateWriter, folder
 from dpbnn.privacy import (
     gate,
     ledger,
+    ledger_entries,
     ledger_file,
     module_state,
     noise,
@@ -1203,12 +1204,11 @@ def what_was_interrupted_is_kept(patch: Patch) -> None:
         lambda self, *a, original=Ledger.__init__, **k: (
             _emptied(self), original(self, *a, **k))[1],
     )  # fmt: skip
-    patch.setattr(Ledger, "_next", lambda self, known, number: number)
+    patch.setattr(ledger_entries.Entries, "_next", lambda self, known, number: number)
 
 
 def _emptied(book: Ledger) -> None:
-    book._mechanisms, book._attempts, book._entries = {}, {}, []
-    book._lost, book._allowance = False, (None, 0, 0)
+    book._allowance = (None, 0, 0)
 
 
 def repairs_move_the_files_first(patch: Patch) -> None:

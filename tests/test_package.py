@@ -98,6 +98,16 @@ BELOW = {
 }
 
 
+# Privacy arithmetic is done in `privacy/` and, for the papers' numbers, in `reproduce/`. What else
+# names an accountant, or asks for an epsilon, and why that is no arithmetic:
+ASKS = {
+    ("__init__.py", "ACCOUNTANTS"): "a public name",
+    ("cli/account.py", "ACCOUNTANTS"): "the table says which accountants are rigorous",
+    ("report/comparison.py", "epsilon + or -"): "puts a sign before the text of an epsilon",
+    ("cli/account.py", "epsilon()"): "asks a ledger what it has spent, to print it",
+}
+
+
 def run(code, *flags):
     return subprocess.run(
         [sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True
@@ -140,6 +150,60 @@ def test_the_architecture_test_would_see_a_wrong_import(tmp_path):
     wrong = tmp_path / "gate.py"
     wrong.write_text("def f():\n    from dpbnn.contributions import dense\n")
     assert violations("privacy", [wrong])
+
+
+def arithmetic(path):
+    """What a file does with accountants, events and epsilons, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        name = getattr(node, "id", getattr(node, "attr", None))
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            names = {alias.name for alias in node.names}
+            if getattr(node, "module", "") == "dpbnn.privacy.accountants":
+                yield from names
+            elif {"accountants", "dpbnn.privacy.accountants"} & names:
+                yield "accountants"
+        elif name == "ACCOUNTANTS":
+            yield name
+        elif isinstance(node, ast.Call):
+            called = getattr(node.func, "id", getattr(node.func, "attr", None))
+            owner = getattr(getattr(node.func, "value", None), "id", None)
+            if called == "epsilon" or called == "Event" or owner == "Event":
+                yield f"{called}()"
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+            for side in (node.left, node.right):
+                if getattr(side, "id", getattr(side, "attr", None)) == "epsilon":
+                    yield "epsilon + or -"
+
+
+def test_privacy_arithmetic_is_done_in_one_room():
+    found = {
+        (path.relative_to(SOURCE).as_posix(), what)
+        for path in SOURCE.rglob("*.py")
+        if path.relative_to(SOURCE).parts[0] not in ("privacy", "reproduce")
+        for what in arithmetic(path)
+    }
+    assert found == set(ASKS)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from dpbnn.privacy.accountants import accountant",
+        "from dpbnn.privacy import accountants",
+        "import dpbnn.privacy.accountants",
+        "dpbnn.ACCOUNTANTS['pld']",
+        "by.epsilon(events, 1e-5)",
+        "Event('full-batch', 1.0)",
+        "dpbnn.Event('full-batch', 1.0)",
+        "Event.from_dict(values)",
+        "total = before.epsilon + after",
+        "left = budget - epsilon",
+    ],
+)
+def test_privacy_arithmetic_elsewhere_would_be_seen(code, tmp_path):
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(code)
+    assert list(arithmetic(wrong))
 
 
 def test_import_takes_no_time_and_needs_no_extra():

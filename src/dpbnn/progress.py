@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from dpbnn.privacy.accountants import accountant
-from dpbnn.privacy.plan import Plan, round_up
+from dpbnn.privacy.checks import round_up
+from dpbnn.privacy.plan import Plan
 
 __all__ = ["deferred_interrupt", "progress_bar"]
 
@@ -68,13 +67,7 @@ def progress_bar(plan: Plan, start: int, wanted: bool) -> Iterator[Callable[[int
             return "not private"
         mark = min(m for m in marks if m >= step)
         if not marks[mark]:
-            runs, left = [], mark
-            for sigma, count in plan.noise_multipliers:
-                runs.append((sigma, min(count, left)))
-                left -= runs[-1][1]
-            part = dataclasses.replace(plan, noise_multipliers=tuple(r for r in runs if r[1]))
-            cost = accountant(plan.accountant).epsilon(part.events, plan.delta, plan.relation)
-            marks[mark] = round_up(cost, 3)
+            marks[mark] = round_up(plan.epsilon_after(mark), 3)
         return f"epsilon <= {marks[mark]}"
 
     console = Console(stderr=True)

@@ -63,7 +63,7 @@ class Run(ABC):
     resume: bool
     every: int
     debug_seed: int | None
-    accountants: Sequence[BayesianAccountant] = ()
+    observers: Sequence[BayesianAccountant] = ()
     beside_paid: bool = False
     seed: int = 0
     auditor: Auditor | None = None
@@ -101,7 +101,7 @@ class Run(ABC):
             attempt = Attempt(self.run, self.keys.name, self.keys.what)
             beside = () if before is not None or self.beside_paid else self._unpaid()
             ledger.check((*self._uncharged(ledger, attempt), *beside))
-            for observer in self.accountants:
+            for observer in self.observers:
                 observer.begin(self.plan, ledger.spent(self.label) if self.resume else ())
             for event in beside:
                 ledger.spend(event, label=_BESIDE)
@@ -114,7 +114,7 @@ class Run(ABC):
                 label=self.label,
                 step=self.step,
                 attempt=attempt,
-                watchers=[observer.watch for observer in self.accountants],
+                watchers=[observer.watch for observer in self.observers],
                 auditor=self.auditor,
             )
             try:
@@ -292,7 +292,7 @@ class Run(ABC):
     def posterior(self, tuning_runs: int | None) -> Posterior:
         """Return the posterior with its statement."""
         statement = self.gate.statement(delta=self.plan.delta, tuning_runs=tuning_runs)
-        for observer in self.accountants:
+        for observer in self.observers:
             observer.dp = statement
         posterior = self.process.posterior(
             self.state, privacy=statement, prior=self.problem.prior, settings=self.settings

@@ -25,7 +25,7 @@ from dpbnn.open_training import OpenRun
 from dpbnn.posteriors import Posterior
 from dpbnn.posteriors.evaluate import unfused_attention
 from dpbnn.priors import Gaussian, Prior
-from dpbnn.privacy.bayesian import BayesianAccountant
+from dpbnn.privacy.bayesian import BayesianAccountant, given_observers
 from dpbnn.privacy.checks import check_count, check_one_process, first_line, quoted
 from dpbnn.privacy.gate import Auditor
 from dpbnn.privacy.ledger import Ledger
@@ -56,8 +56,9 @@ def fit(
     tuning_runs: int | None = None,
     progress: bool | None = None,
     debug_seed: int | None = None,
-    accountants: Sequence[BayesianAccountant] = (),
+    observers: Sequence[BayesianAccountant] = (),
     beside_paid: bool = False,
+    accountants: Sequence[BayesianAccountant] | None = None,
     _auditor: Auditor | None = None,
 ) -> Posterior:
     """Train a Bayesian network on a plan and return its posterior.
@@ -95,12 +96,14 @@ def fit(
         tuning_runs: how many other runs on this data chose the settings, for the statement.
         progress: show a progress bar; by default on a terminal.
         debug_seed: seeds noise and sampling; the statement then says "debug: not private".
-        accountants: Bayesian accountants that observe the clipped norms of every release. What
-            they estimate is raw: it is in no statement and in nothing that is saved.
+        observers: each is a `BayesianAccountant`, which gets the clipped norms of every release.
+            What it estimates is raw: it is in no statement and in nothing that is saved.
         beside_paid: the caller charges what the plan has beside it to `ledger`. Otherwise it is
             charged here, but for what single gates, such as private statistics, spent there.
+        accountants: the earlier name of `observers`, for one more release.
     """
     check_one_process()
+    observers = given_observers(observers, accountants)
     if method is None or plan is None:
         raise ValueError(
             "method and plan: both are needed, such as method=dpbnn.SGLD(...), plan=plan"
@@ -143,7 +146,7 @@ def fit(
         run = loop(
             method, problem, process, settled, clip, watch, rows,
             ledger=ledger, resume=resume, debug_seed=debug_seed,
-            every=checkpoint_every or max(1, settled.steps // 20), accountants=accountants,
+            every=checkpoint_every or max(1, settled.steps // 20), observers=observers,
             beside_paid=beside_paid, seed=seed, auditor=_auditor,
         )  # fmt: skip
         with run.opened():

@@ -7,10 +7,10 @@ import dpbnn
 from dpbnn.posteriors import PointPosterior
 
 
-def trained(epsilon=1.0):
+def trained(epsilon=1.0, **details):
     """The statement of a training of n = 8000 that took no part in these tests."""
     plan = dpbnn.plan(epsilon=epsilon, delta=1e-5, n=8000, batch_size=200, steps=50)
-    return plan.statement(labels=["sgld"], clip=1.0)
+    return plan.statement(labels=["sgld"], clip=1.0, **details)
 
 
 def classes(n=3000, temperature=2.5, seed=0, privacy=None):

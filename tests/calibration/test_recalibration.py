@@ -121,6 +121,13 @@ def test_two_alike_in_ledgers_of_their_own_are_counted_twice(make):
     assert twice.privacy.epsilon > once.privacy.epsilon > trained().epsilon
 
 
+def test_caveats_of_the_training_are_said_once():
+    posterior, data = classes(300, privacy=trained(tuning_runs=2))
+    found = dpbnn.recalibrate(posterior, data, 0.5).privacy
+    assert found.tuning_runs == 2
+    assert len([text for text in found.caveats if text.startswith("2 other runs")]) == 1
+
+
 def test_a_ledger_that_holds_the_training_states_it_once():
     x, y = torch.randn(400, 5), torch.randint(3, (400,))
     train, held = dpbnn.calibration_split(400)

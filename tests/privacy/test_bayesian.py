@@ -296,12 +296,12 @@ def dataset():
     return torch.randn(N, 4, generator=generator), torch.randint(0, 3, (N,), generator=generator)
 
 
-def run(accountants, **change):
+def run(observers, **change):
     settings = {"noise_multiplier": 2.0, "delta": 1e-5, "n": N, "batch_size": 12, "steps": STEPS}
     plan = dpbnn.plan(**{**settings, **change.pop("plan", {})})
     method = change.pop("method", dpbnn.SGD(learning_rate=0.5, clip=0.7))
     model = change.pop("model", lambda: dpbnn.mlp(4, (5,), 3))
-    options = {"method": method, "plan": plan, "accountants": accountants, **change}
+    options = {"method": method, "plan": plan, "observers": observers, **change}
     return dpbnn.fit(model, dataset(), **options)
 
 
@@ -390,9 +390,9 @@ class TestObserver:
         def train(data):
             plan = dpbnn.plan(noise_multiplier=2.0, delta=1e-5, n=N, batch_size=12, steps=3)
             method = dpbnn.SGD(learning_rate=0.5, clip=0.7)
-            accountants = [BayesianAccountant()]
+            observers = [BayesianAccountant()]
             model = lambda: dpbnn.mlp(4, (5,), 3)  # noqa: E731
-            fitted = dpbnn.fit(model, data, method=method, plan=plan, accountants=accountants)
+            fitted = dpbnn.fit(model, data, method=method, plan=plan, observers=observers)
             return fitted.model.state_dict()
 
         replay = dpbnn.replay(train, dataset(), 7)
@@ -443,13 +443,21 @@ class TestObserver:
                 dataset(),
                 method=method,
                 plan=open_plan,
-                accountants=[accountant],
+                observers=[accountant],
             )
         with pytest.raises(ValueError, match="made for steps=7"):
             run([BayesianAccountant(7)])
         run([accountant])
         with pytest.raises(ValueError, match="make a new one"):
             run([accountant])
+
+    def test_the_earlier_name_of_the_argument_warns_and_works(self):
+        accountant = BayesianAccountant()
+        with pytest.warns(DeprecationWarning, match="accountants= of fit is called observers="):
+            run([], accountants=[accountant])
+        assert accountant.raw_estimate().observed == STEPS
+        with pytest.raises(ValueError, match="two names of one argument"):
+            run([BayesianAccountant()], accountants=[BayesianAccountant()])
 
     def test_other_mechanisms_of_the_plan_count_too(self):
         alone, beside = BayesianAccountant(), BayesianAccountant()

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import dpbnn
 from dpbnn.privacy.accountants import ACCOUNTANTS, _poisson_pld
-from dpbnn.privacy.plan import ComposedPlan, Plan, round_up
+from dpbnn.privacy.checks import round_up
+from dpbnn.privacy.plan import ComposedPlan, Plan
 
 MNIST = {"delta": 1e-5, "n": 60_000, "batch_size": 256, "epochs": 15}
 
@@ -143,6 +144,22 @@ def test_a_schedule_of_sigmas():
     assert 0.995 <= solved.epsilon <= 1.0
     (low, _), (high, _) = solved.noise_multipliers
     assert high == pytest.approx(2 * low)
+
+
+def test_the_epsilon_of_the_first_steps():
+    statistics = dpbnn.plan(noise_multiplier=9, delta=1e-5, n=1000, sampling="full", steps=1)
+    plan = dpbnn.plan(
+        noise_multiplier=[1.0] * 10 + [2.0] * 10, steps=20, delta=1e-5, n=1000, batch_size=50,
+        beside=[statistics],
+    )  # fmt: skip
+    values = [plan.epsilon_after(steps) for steps in (0, 5, 10, 15, 20)]
+    assert values == sorted(set(values))
+    assert values[0] == pytest.approx(statistics.epsilon, rel=1e-3)
+    assert values[-1] == plan.epsilon
+    first = dpbnn.plan(
+        noise_multiplier=1.0, steps=10, delta=1e-5, n=1000, batch_size=50, beside=[statistics]
+    )
+    assert values[2] == first.epsilon
 
 
 def test_mechanisms_that_look_alike_are_not_taken_for_one():

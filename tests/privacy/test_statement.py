@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 
@@ -5,7 +6,7 @@ import pytest
 
 import dpbnn
 from dpbnn.privacy.events import Event
-from dpbnn.privacy.statement import PrivacyStatement
+from dpbnn.privacy.statement import LabelledEvent, PrivacyStatement, joined
 
 SAMPLER = dpbnn.Poisson(60_000, 256)
 
@@ -86,3 +87,69 @@ def test_a_plans_statement_carries_its_numbers():
     assert made.epsilon == plan.epsilon
     assert made.mechanisms[0]["clip"] == 1.5
     assert made.mechanisms[0]["releases"] == 3516
+
+
+def test_mechanisms_and_events_say_the_same():
+    partition = dpbnn.Partition(100, 10)
+    events = [
+        LabelledEvent(SAMPLER.event(1.3, 10), "training", 1.5, "book"),
+        LabelledEvent(SAMPLER.event(1.3, 5), "training", 1.5, "book"),
+        LabelledEvent(partition.event(4.0, 3), "passes"),
+        LabelledEvent(partition.event(4.0, 3, 3), "passes"),
+        LabelledEvent(Event("full-batch", 9.0, 2)),
+    ]
+    made = PrivacyStatement.of(events, delta=1e-5)
+    assert [m["releases"] for m in made.mechanisms] == [15, 3, 3, 2]
+    assert [m["ledger"] for m in made.mechanisms] == ["book", "", "", ""]
+    assert [m["start"] for m in made.mechanisms if "start" in m] == [0, 3]
+    again = PrivacyStatement.from_json(made.to_json())
+    assert again.released == made.released
+    assert made.epsilon == PrivacyStatement.of(again.released, delta=1e-5).epsilon
+    earlier = json.loads(made.to_json())
+    for mechanism in earlier["mechanisms"]:
+        del mechanism["ledger"]  # as statements were before ledgers had names
+    assert [part.ledger for part in PrivacyStatement.from_dict(earlier).released] == [""] * 4
+
+
+def book(*, label, sigma, releases, like=None):
+    ledger = like or dpbnn.Ledger(delta=1e-5)
+    ledger.spend(Event("full-batch", sigma, releases), label=label)
+    return ledger
+
+
+def test_joined_statements_count_every_release_once():
+    ledger = book(label="training", sigma=9.0, releases=4)
+    training = ledger.statement(unit="one patient", covers=["a map"])
+    book(label="calibration", sigma=8.0, releases=2, like=ledger)
+    same = joined(training, ledger.statement(), 2)
+    assert [m["releases"] for m in same.mechanisms] == [4, 2]
+    assert same.epsilon == ledger.epsilon()
+    assert same.unit == "one patient"
+    assert "a map" in same.covers
+    other = book(label="calibration", sigma=8.0, releases=2)
+    apart = joined(training, other.statement(), 2)
+    assert apart.mechanisms[0]["ledger"] == ledger.id
+    assert apart.epsilon == same.epsilon > other.epsilon()
+
+
+def test_joined_statements_are_not_private_where_something_is_missing():
+    ledger = book(label="training", sigma=9.0, releases=4)
+    training, empty = ledger.statement(), PrivacyStatement.not_private()
+    for before, later, made, reason in (
+        (None, training, 0, "nothing is known"),
+        (empty, training, 0, "without privacy"),
+        (training, PrivacyStatement.debug(), 1, "debug"),
+        (training, training, 1, "lacks releases"),
+        (dataclasses.replace(training, complete=False), training, 0, "lacks releases"),
+        (
+            training,
+            dataclasses.replace(
+                book(label="other", sigma=9.0, releases=1).statement(), complete=False
+            ),
+            1,
+            "lacks releases",
+        ),
+    ):
+        found = joined(before, later, made)
+        assert not found.private
+        assert reason in found.reason

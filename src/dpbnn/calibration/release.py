@@ -17,9 +17,8 @@ from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.plan import Plan, plan
-from dpbnn.privacy.statement import PrivacyStatement, event_of, statement_of
+from dpbnn.privacy.statement import PrivacyStatement, joined, statement_of
 
-UNKNOWN = "nothing is known of the training of the model: it has no privacy statement"
 _ROWS = 1 << 21  # numbers of a block of contributions
 
 
@@ -107,47 +106,8 @@ class Budget:
         return gate
 
     def statement(self, gate: Gate) -> PrivacyStatement:
-        """Return the statement of everything in the ledger and of the training, once each.
-
-        **Guarantee.** Releases of the training that the ledger does not hold are added. Nothing is
-        private that was trained without privacy, or of which it is not known.
-        """
-        before = self.before
-        if before is not None and not before.private:
-            return before
-        own = gate.statement(delta=self.delta)
-        if not own.private:
-            return own
-        if before is None:
-            return PrivacyStatement.not_private(UNKNOWN)
-        held = sum(m["releases"] for m in before.mechanisms if m.get("ledger") == self.ledger.id)
-        if held + self.plan.steps > self.ledger.releases or not before.complete:
-            return PrivacyStatement.not_private("the ledger lacks releases of the training")
-        missing = [m for m in before.mechanisms if m.get("ledger") != self.ledger.id]
-        if not missing:
-            return dataclasses.replace(
-                own,
-                unit=before.unit,
-                public=_union(own.public, before.public),
-                covers=_union(own.covers, before.covers),
-                tuning_runs=before.tuning_runs,
-                caveats=_union(own.caveats, before.caveats),
-            )
-        mechanisms = [*missing, *own.mechanisms]
-        return PrivacyStatement.of(
-            [event_of(m) for m in mechanisms],
-            delta=self.delta,
-            relation=self.ledger.relation,
-            labels=[m["label"] for m in mechanisms],
-            clip=[m["clip"] for m in mechanisms],
-            ledger=[m.get("ledger", "") for m in mechanisms],
-            unit=before.unit,
-            public=[p for p in before.public if p not in own.public],
-            covers=[c for c in before.covers if c not in own.covers],
-            randomness=own.randomness,
-            tuning_runs=before.tuning_runs,
-            caveats=[c for c in before.caveats if c not in own.caveats],
-        )
+        """Return the statement of everything in the ledger and of the training, once each."""
+        return joined(self.before, gate.statement(delta=self.delta), self.plan.steps)
 
 
 class RowBlocks(ChunkedContributions):
@@ -298,7 +258,3 @@ def _failing(predict: Callable[[Tensor], Any], x: Tensor, start: int, stop: int)
         return [start]
     middle = (start + stop) // 2
     return _failing(predict, x, start, middle) + _failing(predict, x, middle, stop)
-
-
-def _union(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*first, *second)))

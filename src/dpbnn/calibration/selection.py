@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpbnn.calibration.release import UNKNOWN, Budget, Records, RowBlocks, release
+from dpbnn.calibration.release import Budget, Records, RowBlocks, release
 from dpbnn.predictive import ClassPredictive
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.plan import Plan
-from dpbnn.privacy.statement import PrivacyStatement, statement_of
+from dpbnn.privacy.statement import UNKNOWN, PrivacyStatement, statement_of
 
 __all__ = ["Selection", "select"]
 
@@ -148,7 +148,7 @@ def _check_ledger(candidates: dict[Any, Any], ledger: Ledger) -> None:
         statement = _privacy(posterior)
         if statement is None or not statement.private:
             continue
-        if any(mechanism.get("ledger") != ledger.id for mechanism in statement.mechanisms):
+        if any(part.ledger != ledger.id for part in statement.released):
             raise ValueError(
                 f"candidate {name!r}: was not trained on this ledger; train all candidates with "
                 f"the same ledger= and pass it here"

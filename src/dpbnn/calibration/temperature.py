@@ -149,32 +149,25 @@ def _derivative(
 
     It is zero for records that are not kept.
     """
+    slope: Callable[..., Tensor]
     if isinstance(predictive, ClassPredictive):
-        logs = predictive.log_probabilities.clamp(min=_LOWEST)
-        labels = y.to(logs.device, torch.long)
+        parts = [predictive.log_probabilities.clamp(min=_LOWEST)]
+        task, slope, target = "classification", _class_slope, y.to(parts[0].device, torch.long)
+    else:
+        assert isinstance(predictive, RealPredictive)
+        parts = [predictive.means, predictive.variances]
+        task, slope = "regression", _real_slope
+        target = y.to(predictive.means).reshape(predictive.mean.shape).double()
 
-        def of_classes(first: int, last: int, temperature: float) -> Tensor:
-            part = logs[:, first:last].double()
-            slope = _class_slope(part, labels[first:last], temperature)
-            return slope.where(kept[first:last].to(slope.device), 0.0)[:, None]
+    def rows(first: int, last: int, temperature: float) -> Tensor:
+        draws = (part[:, first:last].double() for part in parts)
+        found = slope(target[first:last], temperature, *draws)
+        return found.where(kept[first:last].to(found.device), 0.0)[:, None]
 
-        return "classification", of_classes, logs[:, 0].numel()
-    assert isinstance(predictive, RealPredictive)
-    target = y.to(predictive.means).reshape(predictive.mean.shape)
-
-    def of_reals(first: int, last: int, temperature: float) -> Tensor:
-        slope = _real_slope(
-            predictive.means[:, first:last].double(),
-            predictive.variances[:, first:last].double(),
-            target[first:last].double(),
-            temperature,
-        )
-        return slope.where(kept[first:last].to(slope.device), 0.0)[:, None]
-
-    return "regression", of_reals, predictive.means[:, 0].numel()
+    return task, rows, parts[0][:, 0].numel()
 
 
-def _class_slope(logs: Tensor, y: Tensor, temperature: float) -> Tensor:
+def _class_slope(y: Tensor, temperature: float, logs: Tensor) -> Tensor:
     """Return sum_s r_s (l_sy - sum_k p_sk l_sk)/T, with r_s the shares of the draws in p_T(y)."""
     scaled = (logs / temperature).log_softmax(-1)
     index = y.view(1, -1, 1).expand(len(logs), -1, 1)
@@ -183,7 +176,7 @@ def _class_slope(logs: Tensor, y: Tensor, temperature: float) -> Tensor:
     return (shares * found).sum(0) / temperature
 
 
-def _real_slope(means: Tensor, variances: Tensor, y: Tensor, temperature: float) -> Tensor:
+def _real_slope(y: Tensor, temperature: float, means: Tensor, variances: Tensor) -> Tensor:
     """Return (1 + (u - m)(log p)'(u))/2 with u = m + (y - m)/sqrt(T), averaged over outputs."""
     mean = means.mean(0)
     u = mean + (y - mean) / math.sqrt(temperature)

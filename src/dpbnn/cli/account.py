@@ -110,7 +110,7 @@ def plan_table(plan: Plan) -> Table:
 
 
 def _round_up(value: float) -> str:
-    from dpbnn.privacy.plan import round_up
+    from dpbnn.privacy.checks import round_up
 
     return round_up(value)
 

@@ -59,7 +59,7 @@ def compare_command(
 
     import dpbnn
     from dpbnn.estimators.recipes import METHODS
-    from dpbnn.privacy.plan import round_up
+    from dpbnn.privacy.checks import round_up
 
     speaker = Speaker(quiet, as_json)
     cells = [(method, epsilon) for method in _names(methods) for epsilon in _budgets(epsilons)]

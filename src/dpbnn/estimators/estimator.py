@@ -22,8 +22,8 @@ from sklearn.utils.validation import (
 from dpbnn import training
 from dpbnn.calibration import tempered
 from dpbnn.data.statistics import private_bounds
-from dpbnn.estimators import held_out, recipes, storage
-from dpbnn.estimators.held_out import HeldOut
+from dpbnn.estimators import recipes, storage
+from dpbnn.estimators.held_out import BETA, HeldOut
 from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, parsed_bounds
 from dpbnn.messages import as_numbers, check_on_bad_rows
 from dpbnn.methods.method import Method
@@ -31,7 +31,6 @@ from dpbnn.posteriors import Posterior
 from dpbnn.predictive import Predictive
 from dpbnn.priors import Gaussian
 from dpbnn.privacy.checks import check_count, check_positive, quoted
-from dpbnn.privacy.events import Event
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.statement import PrivacyStatement
@@ -95,7 +94,7 @@ class PrivateBayes(BaseEstimator):
         later = held.plans(parts, self.epsilon, delta)
         ledger = self._ledger(delta)
         earlier = ledger.releases
-        statistics, plan = self._plans(len(X), delta, held_out.events(later))
+        statistics, plan = self._plans(len(X), delta, later)
         if method is None:
             noise = getattr(target.likelihood, "noise_std", None)
             method = recipe.settings(plan, noise, self._regression, self.learning_rate, self.clip)
@@ -165,7 +164,7 @@ class PrivateBayes(BaseEstimator):
             found["temperature"] = self.temperature_
         if self.threshold_ is not None:
             found["threshold"] = self.threshold_
-            found["coverage at least"] = 1 - self.conformal - held_out.BETA
+            found["coverage at least"] = 1 - self.conformal - BETA
         return found
 
     @property
@@ -341,20 +340,22 @@ class PrivateBayes(BaseEstimator):
             return Ledger()
         return Ledger(self.ledger, epsilon=self.epsilon, delta=delta)
 
-    def _plans(self, n: int, delta: float, later: tuple[Event, ...]) -> tuple[Plan | None, Plan]:
+    def _plans(
+        self, n: int, delta: float, later: tuple[Plan | None, ...]
+    ) -> tuple[Plan | None, Plan]:
         """Return the plans of private bounds, if they are asked for, and of the training.
 
         Args:
             n: number of rows for the training.
             delta: of all together.
-            later: what is spent after the training.
+            later: plans of what is spent after the training.
         """
         statistics = None
         if isinstance(self.bounds, str) and self.epsilon is not None:
             statistics = recipes.solved_plan(
                 epsilon=SHARE * self.epsilon, delta=delta, n=n, sampling="full-batch", steps=1
             )
-        beside = (*(() if statistics is None else statistics.own_events), *later)
+        beside = tuple(plan for plan in (statistics, *later) if plan is not None)
         plan = recipes.settled_plan(n, self.epsilon, delta, self.batch_size, self.epochs, beside)
         return statistics, plan
 

@@ -12,7 +12,6 @@ from dpbnn.calibration.conformal import attainable
 from dpbnn.calibration.temperature import CLIP
 from dpbnn.estimators import recipes
 from dpbnn.posteriors import Posterior
-from dpbnn.privacy.events import Event
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan, open_plan
 from dpbnn.privacy.statement import PrivacyStatement
@@ -155,12 +154,6 @@ class HeldOut:
             used = conformalize(used, cover, plan=plans[1], alpha=self.alpha, beta=BETA, **common)
             threshold = used.threshold
         return temperature, threshold, used.privacy
-
-
-def events(plans: tuple[Plan | None, Plan | None]) -> tuple[Event, ...]:
-    """Return what the plans spend; none where there is no privacy."""
-    known = (plan for plan in plans if plan is not None and plan.private)
-    return tuple(event for plan in known for event in plan.own_events)
 
 
 def _plan(n: int, steps: int, epsilon: float | None, share: float, delta: float) -> Plan:

@@ -62,10 +62,6 @@ class Accountant(ABC):
             return math.inf
         return max(0.0, float(self._epsilon(events, delta, relation))) if events else 0.0
 
-    def estimate(self, events: Iterable[Event], delta: float, relation: Relation) -> float | None:
-        """Return a number near epsilon that takes less time, if there is one; it bounds nothing."""
-        return None
-
     def _refusal(self, event: Event) -> str | None:
         return None
 
@@ -95,10 +91,6 @@ class PLD(Accountant):
                 "use accountant='rdp', or sampling='poisson'"
             )
         return None
-
-    def estimate(self, events: Iterable[Event], delta: float, relation: Relation) -> float | None:
-        """Return epsilon on a coarser grid, about 0.1 % above the finer one's at most."""
-        return _near_epsilon([e for e in events if e.count > 0], delta, relation)
 
     def _epsilon(self, events: list[Event], delta: float, relation: Relation) -> float:
         return _pld_epsilon(tuple(events), delta, relation)
@@ -349,26 +341,8 @@ def _pld_epsilon(events: tuple[Event, ...], delta: float, relation: Relation) ->
     return float(total.get_epsilon_for_delta(delta - rounding))
 
 
-def _near_epsilon(events: list[Event], delta: float, relation: Relation) -> float | None:
-    """Return epsilon for a record removed, which seldom falls below that for one added."""
-    from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType
-
-    from dpbnn.privacy.convolution import near_epsilon
-
-    amplified, mu = _split(events, relation)
-    if not amplified:
-        return gaussian_epsilon(mu, delta)
-    tails, interval = _grid(amplified, mu, delta, parts=12)
-    parts = []
-    for (rate, sigma, count), tail in zip(amplified, tails, strict=True):
-        side = _side(rate, sigma, interval, tail, AdjacencyType.REMOVE).to_dense_pmf()
-        parts.append((side._probs, side._lower_loss, count))
-        delta += count * math.log1p(-side._infinity_mass)
-    return near_epsilon(parts, mu, interval, delta)
-
-
 def _grid(
-    amplified: Sequence[tuple[float, float, int]], mu: float, delta: float, parts: int = 25
+    amplified: Sequence[tuple[float, float, int]], mu: float, delta: float
 ) -> tuple[list[float], float]:
     """Return the log mass cut off each release's noise, and the step of the common grid.
 
@@ -380,7 +354,7 @@ def _grid(
     steps = (_interval(r, s, tail) for (r, s, _), tail in zip(amplified, tails, strict=True))
     step = max(steps, default=1e-4)
     least = min([*(rate / sigma for rate, sigma, _ in amplified), mu or math.inf])
-    while 2 * parts * step <= least < math.inf:
+    while 2 * 25 * step <= least < math.inf:
         step *= 2
     return tails, step
 

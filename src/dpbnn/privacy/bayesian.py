@@ -1,9 +1,10 @@
-"""The Bayesian differential privacy accountant: an estimate for typical records, no epsilon."""
+"""Bayesian differential privacy, observed while a run trains: an estimate, no epsilon."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from dpbnn.privacy.plan import Plan
     from dpbnn.privacy.statement import PrivacyStatement
 
-__all__ = ["BayesianAccountant"]
+__all__ = ["BayesianAccountant", "given_observers"]
 
 LEVELS = 2048
 """Clipped norms are kept as whole numbers c, rounded up: norm <= clip (c / LEVELS)^2."""
@@ -56,7 +57,7 @@ class BayesianAccountant:
 
     with l as in `left_cost` and E_x by the estimator of Theorem 4 at every step and order.
 
-    As an observer, `fit(..., accountants=[accountant])`, it gets the norms that the gate has after
+    As an observer, `fit(..., observers=[observer])`, it gets the norms that the gate has after
     clipping. Under zero-out and add/remove the norm is the distance. A Poisson batch is a uniform
     sample of the records, so its norms are a sample of d over x where the records are themselves a
     sample of the data's distribution. They are records that training has seen, though, whose
@@ -131,32 +132,32 @@ class BayesianAccountant:
             before: what an interrupted run released already; it counts at the clip.
         """
         if self._plan is not None or self._observed:
-            raise ValueError("accountants: this one has observed a run already; make a new one")
+            raise ValueError("observers: this one has observed a run already; make a new one")
         if not plan.private:
             raise ValueError(
-                "accountants: the plan is open, and without noise every cost is infinite; give a "
-                "private plan, or leave accountants out"
+                "observers: the plan is open, and without noise every cost is infinite; give a "
+                "private plan, or leave observers out"
             )
         if self.steps not in (None, plan.steps):
             raise ValueError(
-                f"accountants: made for steps={self.steps} and the plan has {plan.steps}; leave "
+                f"observers: made for steps={self.steps} and the plan has {plan.steps}; leave "
                 f"steps out, fit takes it from the plan"
             )
         if plan.relation is Relation.REPLACE_ONE:
             raise ValueError(
-                "accountants: under replace-one a norm is not the distance between neighbours; "
+                "observers: under replace-one a norm is not the distance between neighbours; "
                 "plan with relation='zero-out', or use BayesianAccountant.add with pair_distances"
             )
         unseen = [*plan.beside, *before]
         for event in (*plan.own_events, *unseen):
             if event.noise_multiplier == 0:
                 raise ValueError(
-                    "accountants: an earlier release had no noise that counts, so every cost is "
+                    "observers: an earlier release had no noise that counts, so every cost is "
                     "infinite; start a new run, without debug_seed"
                 )
             if event.sampling not in ("poisson", "full-batch"):
                 raise ValueError(
-                    f"accountants: there is no Bayesian analysis of {event.sampling} sampling "
+                    f"observers: there is no Bayesian analysis of {event.sampling} sampling "
                     f"here; plan with sampling='poisson' or 'full-batch'"
                 )
         self._plan, self.steps = plan, plan.steps
@@ -217,7 +218,7 @@ class BayesianAccountant:
         if not (0 <= failure < delta):
             raise ValueError(f"failure={failure}: must be >= 0 and below delta={delta:g}")
         if self.steps is None or not (self._observed or self._charges):
-            raise ValueError("no steps were observed; pass the accountant to fit, or use add")
+            raise ValueError("no steps were observed; pass observers=[...] to fit, or use add")
         self._unload()
         steps, each = self.steps, failure / (self.steps * len(self.orders))
         enough = [s for s in self._samples if s.counts.sum() >= 2]
@@ -249,6 +250,22 @@ class BayesianAccountant:
             distances=self._kind,
             dp=self.dp,
         )
+
+
+def given_observers(
+    observers: Sequence[BayesianAccountant], accountants: Sequence[BayesianAccountant] | None
+) -> Sequence[BayesianAccountant]:
+    """Return the observers of `fit`, which were an argument called accountants before."""
+    if accountants is None:
+        return observers
+    if observers:
+        raise ValueError("observers and accountants: two names of one argument; give observers")
+    warnings.warn(
+        "accountants= of fit is called observers= now; the old name goes with the next release",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return accountants
 
 
 @dataclasses.dataclass(frozen=True)

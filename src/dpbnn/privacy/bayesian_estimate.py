@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import textwrap
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from dpbnn.privacy.bayesian_costs import attack_probability
-
-if TYPE_CHECKING:
-    from dpbnn.privacy.statement import PrivacyStatement
+from dpbnn.privacy.statement import PrivacyStatement, item
 
 __all__ = ["BayesianPrivacyEstimate"]
 
@@ -121,28 +118,24 @@ class BayesianPrivacyEstimate:
             [
                 f"Bayesian privacy ESTIMATE, not differential privacy: epsilon_mu about "
                 f"{self.epsilon_mu:.4g}, delta_mu = {self.delta_mu:g}",
-                _item(
+                item(
                     "Assumes",
                     "the record to be protected is drawn from the same distribution as the data; "
                     "an unusual record has no protection from this number. It is no bound.",
                 ),
-                _item("Not for", "publication: it was computed from the data without noise."),
-                _item("Estimator", confidence),
-                _item("Distances", f"{self.distances}: {seen}"),
-                _item(
+                item("Not for", "publication: it was computed from the data without noise."),
+                item("Estimator", confidence),
+                item("Distances", f"{self.distances}: {seen}"),
+                item(
                     "Floor",
                     f"{self.floor:.4g} = -log(delta) / {self.largest_order}, what the largest "
                     f"order would give without data; the order found, {self.order}, {cap}.",
                 ),
-                _item(
+                item(
                     "Reading",
                     f"a test between two such neighbours is right with probability at most "
                     f"{self.attack_probability:.3f}, on average over records.",
                 ),
-                _item("DP beside", shared),
+                item("DP beside", shared),
             ]
         )
-
-
-def _item(name: str, text: str) -> str:
-    return textwrap.fill(text, 96, initial_indent=f"  {name + ':':<12}", subsequent_indent=" " * 14)

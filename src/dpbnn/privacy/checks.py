@@ -1,4 +1,4 @@
-"""Checks of settings that every room makes in the same words, and errors in one line."""
+"""Checks of settings, and numbers and errors in messages: in the same words in every room."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from numbers import Real
 from typing import Any
 
 __all__ = [
+    "check_between",
     "check_count",
     "check_numbers",
     "check_one_process",
     "check_positive",
     "first_line",
     "quoted",
+    "round_up",
 ]
 
 _PLAIN = (str, int, float, type(None))
@@ -35,6 +37,14 @@ def quoted(value: Any) -> str:
     return repr(value) if plain else f"<{type(value).__name__}>"
 
 
+def round_up(value: float, digits: int = 4) -> str:
+    """Return `value` with `digits` significant digits, never below it."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    unit = 10.0 ** (math.floor(math.log10(abs(value))) - digits + 1)
+    return f"{math.ceil(value / unit - 1e-9) * unit:.{digits}g}"
+
+
 def check_numbers(**values: Any) -> None:
     """Raise for values that are no numbers, such as text; None is left out."""
     for name, value in values.items():
@@ -50,6 +60,14 @@ def check_positive(**values: Any) -> None:
     for name, value in values.items():
         if value is not None and not (0 < value < math.inf):
             raise ValueError(f"{name}={value}: must be a finite number > 0")
+
+
+def check_between(low: float, high: float, meaning: str, **values: Any) -> None:
+    """Raise for values outside the open interval; None is left out."""
+    check_numbers(**values)
+    for name, value in values.items():
+        if value is not None and not (low < value < high):
+            raise ValueError(f"{name}={value}: must lie in ({low:g}, {high:g}); give {meaning}")
 
 
 def check_count(least: int = 1, **values: Any) -> None:

@@ -4,74 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import math
 import os
 import secrets
 import threading
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, SupportsIndex
 
 from dpbnn.privacy import accountants
-from dpbnn.privacy.checks import check_numbers
+from dpbnn.privacy.checks import check_numbers, round_up
 from dpbnn.privacy.events import Event, check_relation
+from dpbnn.privacy.ledger_entries import SCHEMA, Attempt, Entries
 from dpbnn.privacy.ledger_file import LedgerCorrupted, LedgerFile, Locked
-from dpbnn.privacy.plan import round_up
 from dpbnn.privacy.relation import Relation
-from dpbnn.privacy.statement import PrivacyStatement
+from dpbnn.privacy.statement import LabelledEvent, PrivacyStatement
 
 __all__ = ["Attempt", "BudgetExceeded", "Ledger", "LedgerCorrupted"]
-
-SCHEMA = 2
 
 
 class BudgetExceeded(RuntimeError):
     """The next release would cost more than is left; nothing was spent."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Attempt:
-    """Who makes releases, by name.
-
-    The release of an attempt at a step is one and the same however often it is computed: same
-    noise, same function. Another key, or another function, is another attempt.
-
-    Attributes:
-        run: name of the run.
-        key: name of the key of its noise and sampling; the key itself is secret.
-        what: a digest of all that is computed.
-    """
-
-    run: str
-    key: str
-    what: str = ""
-
-    @classmethod
-    def new(cls) -> Attempt:
-        """Return an attempt of its own, for one gate."""
-        return cls(secrets.token_hex(8), secrets.token_hex(8))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Mechanism:
-    """What spends refer to: an event up to its count and start, and what it is for."""
-
-    event: Event
-    label: str
-    clip: float | None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Spend:
-    """An entry: mechanism and attempt by number, the steps, and their position in a partition."""
-
-    mechanism: int
-    attempt: int
-    step: int
-    count: int
-    start: int
 
 
 class Ledger:
@@ -114,7 +67,7 @@ class Ledger:
         if accountant is not None:
             accountants.accountant(accountant)
         self.path = None if path is None else Path(path).absolute()
-        self._header: dict[str, Any] = {
+        header = {
             "dpbnn_ledger": SCHEMA,
             "id": secrets.token_hex(16),
             "relation": str(Relation.parse(relation or Relation.ZERO_OUT)),
@@ -123,7 +76,8 @@ class Ledger:
             "accountant": accountant,
         }
         self._guard, self._process = threading.RLock(), os.getpid()
-        self._inside = self._observed = False
+        self._inside = False
+        self._entries = Entries(header, self.path)
         self._file = None if self.path is None else LedgerFile(self.path)
         self._forget()
         if self._file is not None:
@@ -132,7 +86,7 @@ class Ledger:
     @property
     def id(self) -> str:
         """Name of this ledger, drawn when it was made."""
-        name: str = self._header["id"]
+        name: str = self._entries.header["id"]
         return name
 
     @property
@@ -140,37 +94,37 @@ class Ledger:
         """Checksum of all entries so far; of a ledger in memory, their number."""
         self._refresh()
         if self._file is None:
-            return str(len(self._entries))
+            return str(len(self._entries.spends))
         return self._file.checks[self._file.offset]
 
     def holds(self, head: str) -> bool:
         """Return whether the ledger once had this head, so that nothing before it is missing."""
         self._refresh()
         if self._file is None:
-            return head.isdigit() and int(head) <= len(self._entries)
+            return head.isdigit() and int(head) <= len(self._entries.spends)
         return bool(head) and head in self._file.checks.values()
 
     @property
     def relation(self) -> Relation:
         """Neighbouring relation of all entries."""
-        return Relation.parse(self._header["relation"])
+        return Relation.parse(self._entries.header["relation"])
 
     @property
     def budget(self) -> tuple[float, float] | None:
         """(epsilon, delta) that may be spent in all, or None."""
-        if self._header["epsilon"] is None:
+        if self._entries.header["epsilon"] is None:
             return None
-        return self._header["epsilon"], self._header["delta"]
+        return self._entries.header["epsilon"], self._entries.header["delta"]
 
     @property
     def events(self) -> tuple[Event, ...]:
         """Everything spent, in order, runs of one mechanism joined."""
-        return tuple(event for event, _ in self._refresh())
+        return tuple(part.event for part in self._refresh())
 
     @property
     def untouched(self) -> bool:
         """Whether nothing was ever recorded, lost or observed."""
-        return not self._refresh() and not self._lost and not self._observed
+        return not self._refresh() and not self._entries.lost and not self._entries.observed
 
     @property
     def releases(self) -> int:
@@ -179,30 +133,17 @@ class Ledger:
 
     def spent(self, label: str) -> tuple[Event, ...]:
         """Return what was spent under a label, in order."""
-        return tuple(event for event, mechanism in self._refresh() if mechanism.label == label)
+        return tuple(part.event for part in self._refresh() if part.label == label)
 
     def outside_runs(self, other_than: str) -> list[Event]:
         """Return what single gates have spent, and no run of `fit`, under any label but one."""
-        with self._mine():
-            self._refresh()
-            mechanisms, attempts = list(self._mechanisms), list(self._attempts)
-            return [
-                dataclasses.replace(mechanisms[entry.mechanism].event, count=entry.count)
-                for entry in self._entries
-                if not attempts[entry.attempt].what
-                and mechanisms[entry.mechanism].label != other_than
-            ]
+        with self._known() as entries:
+            return entries.outside_runs(other_than)
 
     def steps(self, run: str) -> int:
         """Return how many different steps of a run are recorded, by any of its attempts."""
-        with self._mine():
-            self._refresh()
-            mine = {number for attempt, number in self._attempts.items() if attempt.run == run}
-            found: set[int] = set()
-            for entry in self._entries:
-                if entry.attempt in mine:
-                    found.update(range(entry.step, entry.step + entry.count))
-            return len(found)
+        with self._known() as entries:
+            return entries.steps(run)
 
     def covered(self, attempt: Attempt, step: int, clip: float | None = None) -> list[float]:
         """Return the sigmas of the steps from `step` on that are charged to an attempt already.
@@ -212,29 +153,16 @@ class Ledger:
             step: the first of them.
             clip: of the releases; None for any.
         """
-        with self._mine():
-            self._refresh()
-            mechanisms = list(self._mechanisms)
-            charged = {
-                entry.step + i: mechanisms[entry.mechanism].event.noise_multiplier
-                for entry in self._entries
-                if entry.attempt == self._attempts.get(attempt)
-                and clip in (None, mechanisms[entry.mechanism].clip)
-                for i in range(entry.count)
-            }
-        found = []
-        while step in charged:
-            found.append(charged[step])
-            step += 1
-        return found
+        with self._known() as entries:
+            return entries.covered(attempt, step, clip)
 
     def epsilon(self, delta: float | None = None, accountant: str | None = None) -> float:
         """Return epsilon of everything spent, at `delta` (by default the ledger's)."""
         events = self.events
         delta = self._delta(delta)
-        if self._observed:
+        if self._entries.observed:
             return math.inf
-        if self._lost:
+        if self._entries.lost:
             return self.budget[0] if self.budget and self.budget[1] == delta else math.inf
         return self._cost(events, delta, accountant)
 
@@ -249,32 +177,30 @@ class Ledger:
         own = {"epsilon", "relation", "labels", "clip", "ledger"} & details.keys()
         if own:
             raise ValueError(f"{', '.join(sorted(own))}: the entries say that; leave it out")
-        if self._observed:
+        if self._entries.observed:
             return PrivacyStatement.not_private(
                 "releases were observed or replayed, and are in no ledger"
             )
-        if self._lost:
+        if self._entries.lost:
             if not math.isfinite(self.epsilon(delta)):
                 return PrivacyStatement.not_private("entries of the ledger were lost")
             lost = "entries of the ledger were lost; its whole budget counts as spent"
             details = {**details, "epsilon": self.epsilon(delta)}
             details["caveats"] = (*details.get("caveats", ()), lost)
         statement = PrivacyStatement.of(
-            [event for event, _ in spends],
+            spends,
             delta=delta,
             relation=self.relation,
-            labels=[mechanism.label for _, mechanism in spends],
-            clip=[mechanism.clip for _, mechanism in spends],
-            ledger=self.id,
-            **{"accountant": self._header["accountant"], **details},
+            **{"accountant": self._entries.header["accountant"], **details},
         )
-        return dataclasses.replace(statement, complete=not self._lost)
+        return dataclasses.replace(statement, complete=not self._entries.lost)
 
     def observe(self) -> None:
         """Note, durably, that releases were made that are not recorded: nothing is private then."""
-        if not self._observed and self._file is not None:
-            self._mark({"observed": True})
-        self._observed = True
+        if not self._entries.observed and self._file is not None:
+            with self._mine(), self._read(self._file, writing=True) as locked:
+                locked.append([{"observed": True}])
+        self._entries.observed = True
 
     def spend(
         self,
@@ -299,33 +225,20 @@ class Ledger:
             UnsupportedEvent: if sampling and relation have no analysis together.
         """
         check_relation(event, self.relation)
-        mechanism = _Mechanism(dataclasses.replace(event, count=1, start=0), label, clip)
         attempt = Attempt.new() if attempt is None else attempt
         with self._mine(), contextlib.ExitStack() as stack:
             locked = None
             if self._file is not None:
                 locked = stack.enter_context(self._read(self._file, writing=True))
             self._afford(event)
-            lines: list[dict[str, Any]] = []
-            if mechanism not in self._mechanisms:
-                values = {"event": mechanism.event.to_dict(), "label": label, "clip": clip}
-                lines.append({"mechanism": len(self._mechanisms), **values})
-            if attempt not in self._attempts:
-                lines.append({"attempt": len(self._attempts), **dataclasses.asdict(attempt)})
-            spend = _Spend(
-                self._mechanisms.get(mechanism, len(self._mechanisms)),
-                self._attempts.get(attempt, len(self._attempts)),
-                step, event.count, event.start,
-            )  # fmt: skip
-            lines.append({"spend": dataclasses.asdict(spend), "time": round(time.time(), 3)})
+            lines = self._entries.lines(event, label, clip, attempt, step)
             if locked is not None:
                 locked.append(lines)
             self._take(lines, own=True)
 
     def check(self, events: Iterable[Event]) -> None:
         """Raise BudgetExceeded if the budget does not hold `events`; nothing is spent."""
-        with self._mine():
-            self._refresh()
+        with self._known():
             self._refuse(tuple(events))
 
     @classmethod
@@ -338,22 +251,10 @@ class Ledger:
         damaged files stay beside it.
         """
         file = LedgerFile(Path(path))
-        if not file.path.exists() and not file.head_path.exists():
-            raise FileNotFoundError(
-                errno.ENOENT,
-                "no such ledger; give the path of one that a run has written",
-                str(path),
-            )
-        with contextlib.suppress(LedgerCorrupted):
-            return cls(path)
-        content, complete = file.repair()
-        if not content:
-            raise LedgerCorrupted(
-                f"{path}: has no readable first line, so nothing of it can be saved. Restore it "
-                f"from a backup, or count its whole budget as spent and give another path"
-            )
-        mark = time.strftime("%Y%m%d-%H%M%S") + f"-{secrets.token_hex(2)}"
-        file.rewrite(content, [] if complete else [{"lost": True}], mark)
+        if file.exists():
+            with contextlib.suppress(LedgerCorrupted):
+                return cls(path)
+        file.repair()
         return cls(path)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -367,46 +268,20 @@ class Ledger:
 
     def _forget(self) -> None:
         """Begin anew with nothing read; a file is read again from its first line."""
-        self._mechanisms: dict[_Mechanism, int] = {}
-        self._attempts: dict[Attempt, int] = {}
-        self._entries: list[_Spend] = []
-        self._lost = False
+        before = self._entries
+        self._entries = Entries(before.header, self.path, before.observed)
         self._allowance: tuple[Event | None, int, int] = (None, 0, 0)
         if self._file is not None:
             self._file.forget()
 
     def _delta(self, delta: float | None) -> float:
-        delta = delta if delta is not None else self._header["delta"]
+        delta = delta if delta is not None else self._entries.header["delta"]
         if delta is None:
             raise ValueError("delta: missing; this ledger was made without one, so pass delta")
         return delta
 
-    def _mark(self, line: dict[str, Any]) -> None:
-        assert self._file is not None
-        with self._mine(), self._read(self._file, writing=True) as locked:
-            locked.append([line])
-            self._take([line], own=True)
-
-    def _spends(self) -> list[tuple[Event, _Mechanism]]:
-        """Return the entries as events, runs of one mechanism joined."""
-        mechanisms = list(self._mechanisms)
-        joined: list[_Spend] = []
-        for spend in self._entries:
-            if joined and joined[-1].mechanism == spend.mechanism:
-                last = joined[-1]
-                partition = mechanisms[spend.mechanism].event.partition
-                if not partition or last.start + last.count == spend.start:
-                    joined[-1] = dataclasses.replace(last, count=last.count + spend.count)
-                    continue
-            joined.append(spend)
-        return [
-            (dataclasses.replace(mechanism.event, count=spend.count, start=spend.start), mechanism)
-            for spend in joined
-            for mechanism in (mechanisms[spend.mechanism],)
-        ]
-
     def _cost(self, events: tuple[Event, ...], delta: float, name: str | None = None) -> float:
-        name = name or self._header["accountant"] or accountants.default_accountant(events)
+        name = name or self._entries.header["accountant"] or accountants.default_accountant(events)
         return accountants.accountant(name).epsilon(events, delta, self.relation)
 
     def _afford(self, event: Event) -> None:
@@ -423,10 +298,10 @@ class Ledger:
         if key == unit and event.count <= left and not event.partition:
             self._allowance = (key, left - event.count, ahead)
             return
-        spent = tuple(e for e, _ in self._spends())
+        spent = tuple(part.event for part in self._entries.events())
         if key == unit and event.count < 2 * ahead and not event.partition:
             block = dataclasses.replace(event, count=2 * ahead)
-            if not self._lost and self._cost((*spent, block), delta) <= epsilon:
+            if not self._entries.lost and self._cost((*spent, block), delta) <= epsilon:
                 self._allowance = (unit, block.count - event.count, block.count)
                 return
         self._refuse((event,))
@@ -437,7 +312,7 @@ class Ledger:
         if self.budget is None:
             return
         epsilon, delta = self.budget
-        if self._lost:
+        if self._entries.lost:
             raise BudgetExceeded(
                 "entries of this ledger were lost, so its whole budget counts as spent; use a new "
                 "ledger with a budget of its own"
@@ -448,7 +323,7 @@ class Ledger:
                 f"epsilon {epsilon:g} at delta {delta:g}; nothing was spent. Train privately, or "
                 f"without this ledger"
             )
-        spent = tuple(event for event, _ in self._spends())
+        spent = tuple(part.event for part in self._entries.events())
         cost = self._cost((*spent, *events), delta)
         if cost > epsilon:
             used = self._cost(spent, delta)
@@ -461,7 +336,7 @@ class Ledger:
 
     def _open(self, file: LedgerFile, given: bool) -> None:
         """Create the file with its header, or read it and compare what was asked for."""
-        asked = self._header
+        asked = self._entries.header
         with file.locked(writing=True) as locked:
             lines = locked.read()
             if not lines:
@@ -473,10 +348,10 @@ class Ledger:
                 continue
             if name == "delta" and asked["epsilon"] is None and self.budget is None:
                 continue
-            if value is not None and value != self._header[name]:
+            if value is not None and value != self._entries.header[name]:
                 raise ValueError(
                     f"{name}={value!r}: the ledger {self.path} was made with "
-                    f"{self._header[name]!r}; leave it out or use another file"
+                    f"{self._entries.header[name]!r}; leave it out or use another file"
                 )
 
     @contextlib.contextmanager
@@ -511,46 +386,25 @@ class Ledger:
         finally:
             self._inside = False
 
-    def _refresh(self) -> list[tuple[Event, _Mechanism]]:
-        """Take in what others have recorded and return everything spent."""
+    @contextlib.contextmanager
+    def _known(self) -> Iterator[Entries]:
+        """Keep other threads out, with all entries of others taken in."""
         with self._mine():
             if self._file is not None:
                 with self._read(self._file, writing=False):
                     pass
-            return self._spends()
+            yield self._entries
+
+    def _refresh(self) -> list[LabelledEvent]:
+        """Take in what others have recorded and return everything spent."""
+        with self._known() as entries:
+            return entries.events()
 
     def _take(self, lines: list[dict[str, Any]], *, own: bool = False) -> None:
         """Take lines of the file in, or those just written."""
         if lines and not own:
             self._allowance = (None, 0, 0)
-        for values in lines:
-            if "dpbnn_ledger" in values:
-                if values["dpbnn_ledger"] != SCHEMA:
-                    raise LedgerCorrupted(
-                        f"{self.path} has schema {values['dpbnn_ledger']}, this version reads "
-                        f"{SCHEMA}. Keep the file as a record, start a new one, and plan with what "
-                        f"it has spent beside: dpbnn.plan(..., beside=[...])"
-                    )
-                self._header = values
-            elif "mechanism" in values:
-                event = Event.from_dict(values["event"])
-                mechanism = _Mechanism(event, values["label"], values["clip"])
-                self._mechanisms[mechanism] = self._next(self._mechanisms, values["mechanism"])
-            elif "attempt" in values:
-                who = {name: values[name] for name in ("run", "key", "what")}
-                self._attempts[Attempt(**who)] = self._next(self._attempts, values["attempt"])
-            elif "observed" in values:
-                self._observed = True
-            elif "lost" in values:
-                self._lost = True
-            else:
-                self._entries.append(_Spend(**values["spend"]))
-
-    def _next(self, known: Mapping[Any, int], number: int) -> int:
-        """Return the number of a new mechanism or attempt, which follows that of the last one."""
-        if number != len(known):
-            raise LedgerCorrupted(f"{self.path}: its entries are numbered wrongly; see a backup")
-        return number
+        self._entries.take(lines)
 
 
 def _reopened(path: Path, name: str) -> Ledger:

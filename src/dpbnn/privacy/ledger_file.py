@@ -13,9 +13,12 @@ refused. Whole lines beyond the head are of a process that died on the way; they
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
+import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,7 +72,28 @@ class LedgerFile:
         finally:
             os.close(fd)
 
-    def repair(self) -> tuple[bytes, bool]:
+    def exists(self) -> bool:
+        """Return whether there is a file, or a head that is left of it."""
+        return self.path.exists() or self.head_path.exists()
+
+    def repair(self) -> None:
+        """Mend a file that is refused, and say in it where entries can be missing; see `Ledger`."""
+        if not self.exists():
+            raise FileNotFoundError(
+                errno.ENOENT,
+                "no such ledger; give the path of one that a run has written",
+                str(self.path),
+            )
+        content, complete = self.recovered()
+        if not content:
+            raise LedgerCorrupted(
+                f"{self.path}: has no readable first line, so nothing of it can be saved. Restore "
+                f"it from a backup, or count its whole budget as spent and give another path"
+            )
+        mark = time.strftime("%Y%m%d-%H%M%S") + f"-{secrets.token_hex(2)}"
+        self.rewrite(content, [] if complete else [{"lost": True}], mark)
+
+    def recovered(self) -> tuple[bytes, bool]:
         """Return the content that the file should have, and whether nothing can be missing in it.
 
         Where the head is whole, its lines are known, so damage to them can be undone, and a torn

@@ -7,31 +7,32 @@ import itertools
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dpbnn.privacy import accountants
-from dpbnn.privacy.checks import check_numbers
+from dpbnn.privacy.accountants import Accountant
+from dpbnn.privacy.checks import check_between, round_up
 from dpbnn.privacy.events import Event, check_relation
 from dpbnn.privacy.relation import Relation
 from dpbnn.privacy.sampling import Sampler, sampler
+from dpbnn.privacy.schedule import Schedule, first_steps, read_length, read_schedule, scaled
+from dpbnn.privacy.solve import noise_scale, step_count
 
 if TYPE_CHECKING:
     from dpbnn.privacy.statement import PrivacyStatement
 
-__all__ = ["ComposedPlan", "Plan", "compose", "open_plan", "plan", "round_up"]
+__all__ = ["ComposedPlan", "Plan", "compose", "open_plan", "plan"]
 
-_MOST_STEPS = 10**8
-_LARGEST_DELTA = 0.1  # beyond it a guarantee says nothing
-_LOOKS = 16  # estimates at most, where a plan looks for its first guess
-_CLOSE = 0.998  # a solved epsilon lies in [_CLOSE * target, target]
+_DELTA = (0, 0.1, "a small probability, such as 1e-5, well below 1/n")
+_EPOCHS = (0, math.inf, "a number of passes over the data")
 
 
 class _Budget(ABC):
     """What `Plan` and `ComposedPlan` share: events, delta, relation and the numbers from them."""
 
-    events: tuple[Event, ...]
     delta: float
+    epsilon: float
     relation: Relation
     accountant: str
 
@@ -46,9 +47,31 @@ class _Budget(ABC):
             if all(a.supports(event, self.relation) is None for event in self.events)
         }
 
+    def statement(self, **details: Any) -> PrivacyStatement:
+        """Return the privacy statement of a run that follows this plan.
+
+        Args:
+            **details: what the plan cannot know; see `PrivacyStatement.of`.
+        """
+        from dpbnn.privacy.statement import PrivacyStatement
+
+        return PrivacyStatement.of(
+            self.events,
+            delta=self.delta,
+            relation=self.relation,
+            accountant=self.accountant,
+            epsilon=self.epsilon,
+            **details,
+        )
+
     def to_json(self) -> str:
         """Return the plan as JSON; `from_json` gives it back."""
         return json.dumps(self.to_dict(), indent=2)
+
+    @property
+    @abstractmethod
+    def events(self) -> tuple[Event, ...]:
+        """All events that epsilon covers."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
@@ -125,26 +148,15 @@ class Plan(_Budget):
         return _events(self.sampler, self.noise_multipliers)
 
     @property
-    def events(self) -> tuple[Event, ...]:  # type: ignore[override]
+    def events(self) -> tuple[Event, ...]:
         """All events that epsilon covers: this run's and those beside it."""
         return self.own_events + self.beside
 
-    def statement(self, **details: Any) -> PrivacyStatement:
-        """Return the privacy statement of a run that follows this plan.
-
-        Args:
-            **details: what the plan cannot know; see `PrivacyStatement.of`.
-        """
-        from dpbnn.privacy.statement import PrivacyStatement
-
-        return PrivacyStatement.of(
-            self.events,
-            delta=self.delta,
-            relation=self.relation,
-            accountant=self.accountant,
-            epsilon=self.epsilon,
-            **details,
-        )
+    def epsilon_after(self, steps: int) -> float:
+        """Return the epsilon of the first steps alone, together with `beside`."""
+        runs = first_steps(self.noise_multipliers, steps)
+        events = _events(self.sampler, runs) + self.beside
+        return accountants.accountant(self.accountant).epsilon(events, self.delta, self.relation)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values."""
@@ -171,10 +183,9 @@ class Plan(_Budget):
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
         """Rebuild a plan from `to_dict`; epsilon is computed anew, not read."""
-        if values.get("schema") != 1:
-            raise ValueError(
-                f"schema={values.get('schema')!r}: this version reads plans of schema 1"
-            )
+        schema = values.get("schema")
+        if schema != 1:
+            raise ValueError(f"schema={schema!r}: this version reads plans of schema 1")
         return _settle(
             sampler(values["sampling"], values["n"], values["batch_size"]),
             tuple((float(sigma), int(count)) for sigma, count in values["noise_multipliers"]),
@@ -219,7 +230,7 @@ class ComposedPlan(_Budget):
     accountant: str
 
     @property
-    def events(self) -> tuple[Event, ...]:  # type: ignore[override]
+    def events(self) -> tuple[Event, ...]:
         """All events of all parts, each with what it has beside it.
 
         Nothing is taken for the same because it looks the same, so a mechanism that stands beside
@@ -231,8 +242,6 @@ class ComposedPlan(_Budget):
     def steps(self) -> int:
         """Number of releases of all parts."""
         return sum(part.steps for part in self.parts)
-
-    statement = Plan.statement
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values."""
@@ -253,11 +262,9 @@ class ComposedPlan(_Budget):
         return compose(*parts, delta=values["delta"], accountant=values["accountant"])
 
     def __str__(self) -> str:
-        lines = [
-            f"({round_up(self.epsilon)}, {self.delta:g})-DP by {self.accountant} under "
-            f"{self.relation}, all together:"
-        ]
-        return "\n  ".join([*lines, *(str(part) for part in self.parts)])
+        bound = f"({round_up(self.epsilon)}, {self.delta:g})-DP by {self.accountant}"
+        title = f"{bound} under {self.relation}, all together:"
+        return "\n  ".join([title, *map(str, self.parts)])
 
 
 def plan(
@@ -300,32 +307,25 @@ def plan(
         >>> p.steps, round(p.noise_multiplier, 2), p.epsilon <= 1.0
         (3516, 1.19, True)
     """
-    _check("epsilon", epsilon, 0, math.inf, "a budget, such as 1.0")
-    _check("delta", delta, 0, _LARGEST_DELTA, "a small probability, such as 1e-5, well below 1/n")
-    _check("epochs", epochs, 0, math.inf, "a number of passes over the data")
+    check_between(0, math.inf, "a budget, such as 1.0", epsilon=epsilon)
+    check_between(*_DELTA, delta=delta)
+    check_between(*_EPOCHS, epochs=epochs)
     draw = sampler(sampling, n, batch_size)
     relation = Relation.parse(relation)
     check_relation(draw.event(1.0), relation)
     others = tuple(
         e for item in beside for e in ([item] if isinstance(item, Event) else item.events)
     )
-    length = _length(draw, epochs, steps)
-    sigmas = _sigmas("noise_multiplier", noise_multiplier, length)
-    shape = _sigmas("schedule", schedule, length)
+    length = read_length(draw, epochs, steps)
+    sigmas = read_schedule("noise_multiplier", noise_multiplier, length)
+    shape = read_schedule("schedule", schedule, length)
     if shape is not None and (epsilon is None or sigmas is not None or length is None):
         raise ValueError(
             "schedule: goes with epsilon and epochs or steps, where the noise is solved for; "
             "give the sigmas themselves as noise_multiplier=[...] otherwise"
         )
-    missing = [
-        name
-        for name, value in (
-            ("epsilon", epsilon),
-            ("noise_multiplier", sigmas),
-            ("epochs (or steps)", length),
-        )
-        if value is None
-    ]
+    free = {"epsilon": epsilon, "noise_multiplier": sigmas, "epochs (or steps)": length}
+    missing = [name for name, value in free.items() if value is None]
     if len(missing) > 1:
         raise ValueError(
             f"{' and '.join(missing)} missing: give all of epsilon, noise_multiplier and epochs "
@@ -335,8 +335,8 @@ def plan(
         accountant or accountants.default_accountant((draw.event(1.0), *others))
     )
 
-    def cost(runs: _Runs) -> float:
-        return chosen.epsilon(_events(draw, runs) + others, delta, relation)
+    def cost(runs: Schedule, by: Accountant = chosen) -> float:
+        return by.epsilon(_events(draw, runs) + others, delta, relation)
 
     if epsilon is not None and cost(()) >= epsilon:
         raise ValueError(
@@ -347,25 +347,14 @@ def plan(
         assert length is not None
         assert epsilon is not None
         form = shape or ((1.0, length),)
-
         quick = accountants.accountant("gdp-clt")
         fits = all(quick.supports(e, relation) is None for e in (draw.event(1.0), *others))
-
-        def rough(scale: float) -> float:
-            return quick.epsilon(_events(draw, _scaled(form, scale)) + others, delta, relation)
-
-        def near(scale: float) -> float | None:
-            events = _events(draw, _scaled(form, scale)) + others
-            return chosen.estimate(events, delta, relation)
-
-        model = rough if fits and chosen != quick else None
-        start = None if model is None else _start(near, model, epsilon)
-        solved = _solve_scale(lambda s: cost(_scaled(form, s)), epsilon, model, start=start)
-        sigmas = _scaled(form, solved)
+        model = (lambda scale: cost(scaled(form, scale), quick)) if fits else None
+        sigmas = scaled(form, noise_scale(lambda s: cost(scaled(form, s)), epsilon, model))
     elif length is None:
         assert epsilon is not None
         sigma = sigmas[0][0]
-        sigmas = ((sigma, _solve_steps(lambda k: cost(((sigma, k),)), epsilon)),)
+        sigmas = ((sigma, step_count(lambda steps: cost(((sigma, steps),)), epsilon)),)
     return _settle(draw, sigmas, delta, relation, chosen.name, epsilon, others)
 
 
@@ -386,9 +375,9 @@ def open_plan(
         steps: length in releases, instead of epochs.
         sampling: as in `plan`.
     """
-    _check("epochs", epochs, 0, math.inf, "a number of passes over the data")
+    check_between(*_EPOCHS, epochs=epochs)
     draw = sampler(sampling, n, batch_size)
-    length = _length(draw, epochs, steps)
+    length = read_length(draw, epochs, steps)
     if length is None:
         raise ValueError("epochs and steps are missing: give one of them")
     relation = Relation.REPLACE_ONE if draw.name == "fixed-size" else Relation.ZERO_OUT
@@ -423,7 +412,7 @@ def compose(
         if len(values) > 1:
             cure = "; pass delta= for the joint guarantee" if name == "delta" else ""
             raise ValueError(f"{name}: the plans disagree ({' and '.join(values)}){cure}")
-    _check("delta", delta, 0, _LARGEST_DELTA, "a small probability, such as 1e-5, well below 1/n")
+    check_between(*_DELTA, delta=delta)
     relation = parts[0].relation
     joint = ComposedPlan(parts, delta or parts[0].delta, math.nan, relation, "")
     chosen = accountants.accountant(accountant or accountants.default_accountant(joint.events))
@@ -434,20 +423,9 @@ def compose(
     )
 
 
-def round_up(value: float, digits: int = 4) -> str:
-    """Return `value` with `digits` significant digits, never below it."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    unit = 10.0 ** (math.floor(math.log10(abs(value))) - digits + 1)
-    return f"{math.ceil(value / unit - 1e-9) * unit:.{digits}g}"
-
-
-_Runs = tuple[tuple[float, int], ...]
-
-
 def _settle(
     draw: Sampler,
-    sigmas: _Runs,
+    sigmas: Schedule,
     delta: float,
     relation: Relation,
     name: str,
@@ -465,152 +443,8 @@ def _settle(
     return Plan(draw, sigmas, delta, epsilon, relation, name, target, beside)
 
 
-def _events(draw: Sampler, runs: _Runs) -> tuple[Event, ...]:
+def _events(draw: Sampler, runs: Schedule) -> tuple[Event, ...]:
     starts = itertools.accumulate((count for _, count in runs), initial=0)
     return tuple(
         draw.event(sigma, count, start) for (sigma, count), start in zip(runs, starts, strict=False)
     )
-
-
-def _scaled(runs: _Runs, scale: float) -> _Runs:
-    return tuple((scale * sigma, count) for sigma, count in runs)
-
-
-def _check(name: str, value: float | None, low: float, high: float, meaning: str) -> None:
-    check_numbers(**{name: value})
-    if value is not None and not (low < value < high):
-        raise ValueError(f"{name}={value}: must lie in ({low:g}, {high:g}); give {meaning}")
-
-
-def _length(draw: Sampler, epochs: float | None, steps: int | None) -> int | None:
-    check_numbers(steps=steps)
-    if steps is not None and not (1 <= steps <= _MOST_STEPS and steps == math.floor(steps)):
-        raise ValueError(f"steps={steps}: must be a whole number from 1 to {_MOST_STEPS}")
-    if epochs is None:
-        return None if steps is None else int(steps)
-    length = draw.steps(epochs)
-    if steps is not None and steps != length:
-        raise ValueError(
-            f"epochs={epochs:g} and steps={steps} contradict each other: {epochs:g} epochs are "
-            f"{length} steps; give one of the two"
-        )
-    return length
-
-
-def _sigmas(name: str, value: float | Sequence[float] | None, length: int | None) -> _Runs | None:
-    """Return sigma, one or one per step, as runs of (value, number of steps)."""
-    if value is None:
-        return None
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        check_numbers(**{name: value})
-    values = [float(v) for v in value] if isinstance(value, Iterable) else [float(value)]
-    for sigma in values:
-        _check(name, sigma, 0, math.inf, "the ratio of noise std to clip, such as 1.0")
-    if not isinstance(value, Iterable):
-        return ((values[0], 1 if length is None else length),)
-    if length is None or len(values) != length:
-        raise ValueError(
-            f"{name}: has {len(values)} values for {length or 'an unknown number of'} steps; "
-            f"give one value per step together with steps={len(values)}"
-        )
-    return tuple((sigma, len(list(run))) for sigma, run in itertools.groupby(values))
-
-
-def _solve_scale(
-    cost: Callable[[float], float],
-    target: float,
-    model: Callable[[float], float] | None = None,
-    close: float = _CLOSE,
-    start: float | None = None,
-    rounds: int = 200,
-) -> float:
-    """Return a scale of the noise whose epsilon lies within [close * target, target].
-
-    Epsilon falls in the scale. A cheap model of the cost says where to look, as if the two had a
-    fixed ratio; it decides nothing. Without one the secant in logarithms does, in a bracket.
-    """
-    low, high = 0.0, math.inf
-    middle = target * (1 + close) / 2
-    scale = start or (1.0 if model is None else _modelled(model, middle, 1.0))
-    known: list[tuple[float, float]] = []
-    for _ in range(rounds):
-        value = cost(scale)
-        if close * target <= value <= target:
-            return scale
-        if value > target:
-            low = scale
-        else:
-            high = scale
-        known.append((scale, value))
-        if model is not None and len(known) < 4 and 0 < value < math.inf:
-            guess = _modelled(model, middle * model(scale) / value, scale)
-        else:
-            guess = _secant(known, middle)
-        if low < guess < high:
-            scale = min(max(guess, scale / 8), scale * 8)
-        elif math.isinf(high):
-            scale = 2 * low
-        elif low == 0:
-            scale = high / 2
-        else:
-            scale = math.sqrt(low * high)
-        if low > 0 and high / low < 1 + 1e-9:
-            return high
-        if scale > 1e9:
-            break
-    raise ValueError(f"epsilon={target}: no noise multiplier up to 1e9 reaches it; raise epsilon")
-
-
-def _start(
-    near: Callable[[float], float | None], model: Callable[[float], float], target: float
-) -> float | None:
-    """Return where to look first: where the estimate lies in the middle of what is accepted."""
-
-    def cost(scale: float) -> float:
-        value = near(scale)
-        if value is None or not 0 < value < math.inf:
-            raise ValueError("no estimate")
-        return value
-
-    room = (1 - _CLOSE) / 4
-    try:
-        return _solve_scale(cost, target * (1 - room), model, 1 - 2 * room, rounds=_LOOKS)
-    except ValueError:
-        return None
-
-
-def _modelled(model: Callable[[float], float], target: float, otherwise: float) -> float:
-    try:
-        return _solve_scale(model, target, close=1 - 1e-7)
-    except (ValueError, OverflowError):
-        return otherwise
-
-
-def _secant(known: list[tuple[float, float]], target: float) -> float:
-    points = [(math.log(s), math.log(v)) for s, v in known if 0 < v < math.inf][-2:]
-    if len(points) < 2 or points[0][1] == points[1][1]:
-        return math.nan
-    (x0, y0), (x1, y1) = points
-    exponent = x1 + (math.log(target) - y1) * (x1 - x0) / (y1 - y0)
-    return math.exp(min(max(exponent, -50.0), 50.0))
-
-
-def _solve_steps(cost: Callable[[int], float], target: float) -> int:
-    """Return the largest number of steps whose epsilon is at most the target."""
-    if cost(1) > target:
-        raise ValueError(
-            f"epsilon={target}: a single release at this noise costs {round_up(cost(1))}; "
-            f"raise noise_multiplier or epsilon"
-        )
-    low, high = 1, 2
-    while cost(high) <= target:
-        low, high = high, 4 * high
-        if low > _MOST_STEPS:
-            raise ValueError(
-                f"epsilon={target}: allows more than {_MOST_STEPS} steps at this noise; "
-                f"give steps or epochs and leave noise_multiplier out"
-            )
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if cost(middle) <= target else (low, middle)
-    return low

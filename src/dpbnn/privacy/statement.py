@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import textwrap
@@ -10,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dpbnn.privacy import accountants
+from dpbnn.privacy.checks import round_up
 from dpbnn.privacy.events import Event
-from dpbnn.privacy.plan import round_up
 from dpbnn.privacy.relation import Relation
 
-__all__ = ["PrivacyStatement"]
+__all__ = ["UNKNOWN", "LabelledEvent", "PrivacyStatement", "item", "joined", "statement_of"]
 
 SCHEMA = 1
 
@@ -29,6 +30,48 @@ _COVERS = (
     "samples, its predictions on other data",
 )
 _ENTROPY = "operating-system entropy"
+UNKNOWN = "nothing is known of the training of the model: it has no privacy statement"
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelledEvent:
+    """Releases of one kind, and what a statement says of them.
+
+    Attributes:
+        event: the releases.
+        label: what they are for.
+        clip: the clip they use, if that is known.
+        ledger: name of the ledger that holds them; empty for none.
+    """
+
+    event: Event
+    label: str = ""
+    clip: float | None = None
+    ledger: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return an entry of `PrivacyStatement.mechanisms`."""
+        event = self.event
+        return {
+            "label": self.label,
+            "sampling": event.sampling,
+            "noise_multiplier": event.noise_multiplier,
+            "clip": self.clip,
+            "sample_rate": None if event.n is None else event.rate,
+            "n": event.n,
+            "batch_size": event.batch_size,
+            "releases": event.count,
+            "ledger": self.ledger,
+            **({"start": event.start, "order": event.order} if event.partition else {}),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LabelledEvent:
+        """Rebuild the releases from `to_dict`."""
+        names = ("sampling", "noise_multiplier", "n", "batch_size", "start", "order")
+        given = {name: values[name] for name in names if name in values}
+        event = Event(count=values["releases"], **given)
+        return cls(event, values["label"], values["clip"], values.get("ledger", ""))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,16 +87,14 @@ class PrivacyStatement:
         delta: probability that the bound fails; 1 where not private.
         accountant: name of the accountant.
         accountant_version: the code that computed epsilon.
-        mechanisms: one entry per kind of release: label, sampling, noise_multiplier, clip,
-            sample_rate, n, batch_size, releases, and the name of the ledger that holds them; of a
-            partition also start and order.
+        released: what was released, alike events added up.
         public: what is treated as public.
         covers: which outputs the guarantee covers.
         randomness: where noise and sampling came from.
         tuning_runs: number of other runs on the same data that chose the settings, as declared;
             None if nothing was declared.
         caveats: what the reader must know beside the numbers.
-        complete: whether the mechanisms are all that epsilon covers, so that no entry was lost.
+        complete: whether `released` is all that epsilon covers, so that no entry was lost.
     """
 
     private: bool
@@ -64,7 +105,7 @@ class PrivacyStatement:
     delta: float = 1.0
     accountant: str = ""
     accountant_version: str = ""
-    mechanisms: tuple[dict[str, Any], ...] = ()
+    released: tuple[LabelledEvent, ...] = ()
     public: tuple[str, ...] = ()
     covers: tuple[str, ...] = ()
     randomness: str = ""
@@ -75,14 +116,14 @@ class PrivacyStatement:
     @classmethod
     def of(
         cls,
-        events: Iterable[Event],
+        events: Iterable[Event | LabelledEvent],
         *,
         delta: float,
         relation: Relation | str = Relation.ZERO_OUT,
         accountant: str | None = None,
         epsilon: float | None = None,
         labels: Sequence[str] = (),
-        clip: float | Sequence[float | None] | None = None,
+        clip: float | None = None,
         unit: str = "one record",
         public: Sequence[str] = (),
         covers: Sequence[str] = (),
@@ -90,7 +131,6 @@ class PrivacyStatement:
         debug: bool = False,
         tuning_runs: int | None = None,
         caveats: Sequence[str] = (),
-        ledger: str | Sequence[str] = "",
     ) -> PrivacyStatement:
         """State the guarantee of a sequence of events.
 
@@ -98,13 +138,13 @@ class PrivacyStatement:
         caller chose "gdp-clt", which the statement then calls an approximation.
 
         Args:
-            events: everything that was released.
+            events: everything that was released; events without a label get those below.
             delta: the delta of the guarantee.
             relation: the neighbouring relation.
             accountant: as in `plan`; the tightest rigorous one by default.
             epsilon: epsilon of the events if the caller has computed it already.
-            labels: one name per event.
-            clip: the clip of all events, or one per event.
+            labels: one name per event without a label.
+            clip: the clip of the events without a label.
             unit: what one neighbour differs in, such as "one record" or "one patient".
             public: what is treated as public beside n and the settings.
             covers: what is covered beside the released sums and what follows from them.
@@ -112,20 +152,21 @@ class PrivacyStatement:
             debug: whether noise or sampling was seeded, which voids the guarantee.
             tuning_runs: declared number of other runs that chose the settings.
             caveats: further remarks.
-            ledger: name of the ledger that holds the events, or one per event; empty for none.
         """
-        events = list(events)
+        names = itertools.chain(labels, itertools.repeat(""))
+        parts = [
+            part if isinstance(part, LabelledEvent) else LabelledEvent(part, next(names), clip)
+            for part in events
+        ]
+        own = [part.event for part in parts]
         relation = Relation.parse(relation)
         if debug:
             return cls.debug(randomness if randomness != _ENTROPY else "seeded")
-        if any(event.noise_multiplier == 0 and event.count for event in events):
+        if any(event.noise_multiplier == 0 and event.count for event in own):
             return cls.not_private("releases were made without noise")
-        chosen = accountants.accountant(accountant or accountants.default_accountant(events))
+        chosen = accountants.accountant(accountant or accountants.default_accountant(own))
         if epsilon is None:
-            epsilon = chosen.epsilon(events, delta, relation)
-        clips = list(clip) if isinstance(clip, Sequence) else [clip] * len(events)
-        books = [ledger] * len(events) if isinstance(ledger, str) else list(ledger)
-        names = [*labels, *([""] * (len(events) - len(labels)))]
+            epsilon = chosen.epsilon(own, delta, relation)
         return cls(
             private=math.isfinite(epsilon),
             reason="" if math.isfinite(epsilon) else "the privacy loss is unbounded",
@@ -135,12 +176,12 @@ class PrivacyStatement:
             delta=delta,
             accountant=chosen.name,
             accountant_version=chosen.version,
-            mechanisms=_mechanisms(events, names, clips, books),
+            released=_added_up(parts),
             public=(_SIZE if relation.public_size else _EXPECTED_SIZE, _SETTINGS, *public),
             covers=(*_COVERS, *covers),
             randomness=randomness,
             tuning_runs=tuning_runs,
-            caveats=(*_caveats(events, delta, chosen, tuning_runs), *caveats),
+            caveats=(*_caveats(own, delta, chosen, tuning_runs), *caveats),
         )
 
     @classmethod
@@ -157,9 +198,19 @@ class PrivacyStatement:
             randomness=randomness,
         )
 
+    @property
+    def mechanisms(self) -> tuple[dict[str, Any], ...]:
+        """What was released, as plain values.
+
+        An entry has label, sampling, noise_multiplier, clip, sample_rate, n, batch_size, releases
+        and the name of the ledger that holds them; of a partition also start and order.
+        """
+        return tuple(part.to_dict() for part in self.released)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the statement as plain values; where not private, epsilon and delta are null."""
-        values = dataclasses.asdict(self)
+        names = [f.name.replace("released", "mechanisms") for f in dataclasses.fields(self)]
+        values = {name: getattr(self, name) for name in names}
         if not self.private:
             values["epsilon"] = values["delta"] = None
         values["relation"] = None if self.relation is None else str(self.relation)
@@ -181,7 +232,8 @@ class PrivacyStatement:
         schema = values.pop("schema", None)
         if schema != SCHEMA:
             raise ValueError(f"schema={schema!r}: this version reads statements of schema {SCHEMA}")
-        for name in ("mechanisms", "public", "covers", "caveats"):
+        values["released"] = tuple(map(LabelledEvent.from_dict, values.pop("mechanisms")))
+        for name in ("public", "covers", "caveats"):
             values[name] = tuple(values[name])
         if not values["private"]:
             values["epsilon"], values["delta"] = math.inf, 1.0
@@ -199,19 +251,19 @@ class PrivacyStatement:
         bound = "epsilon about" if self.accountant == "gdp-clt" else "epsilon ="
         lines = [
             f"Differential privacy: {bound} {round_up(self.epsilon)}, delta = {self.delta:g}",
-            _item(
+            item(
                 "Protects",
                 f"{self.unit}: datasets that {self.relation.description} ({self.relation}) give "
                 f"outputs whose probabilities differ by a factor of at most exp(epsilon), "
                 f"up to delta.",
             ),
-            _item("Accountant", f"{self.accountant} ({self.accountant_version})"),
-            *(_item("Mechanism", _describe(mechanism)) for mechanism in self.mechanisms),
-            _item("Covers", "; ".join(self.covers)),
-            _item("Public", "; ".join(self.public)),
-            _item("Randomness", self.randomness),
-            _item("Tuning", _tuning(self.tuning_runs)),
-            *(_item("Caveat", caveat) for caveat in self.caveats),
+            item("Accountant", f"{self.accountant} ({self.accountant_version})"),
+            *(item("Mechanism", _describe(mechanism)) for mechanism in self.mechanisms),
+            item("Covers", "; ".join(self.covers)),
+            item("Public", "; ".join(self.public)),
+            item("Randomness", self.randomness),
+            item("Tuning", _tuning(self.tuning_runs)),
+            *(item("Caveat", caveat) for caveat in self.caveats),
         ]
         return "\n".join(lines)
 
@@ -223,39 +275,65 @@ def statement_of(privacy: PrivacyStatement | Mapping[str, Any]) -> PrivacyStatem
     return PrivacyStatement.from_dict(dict(privacy))
 
 
-def _mechanisms(
-    events: list[Event], labels: list[str], clips: list[float | None], ledgers: list[str]
-) -> tuple[dict[str, Any], ...]:
-    """Describe events, adding up those that are alike; parts of a partition stay apart."""
-    counts: dict[tuple[str, float | None, str, Event, int], int] = {}
-    for index, parts in enumerate(zip(events, labels, clips, ledgers, strict=True)):
-        event, label, clip, ledger = parts
-        apart = index if event.partition else 0
-        key = (label, clip, ledger, dataclasses.replace(event, count=1), apart)
-        counts[key] = counts.get(key, 0) + event.count
-    return tuple(
-        {
-            "label": label,
-            "sampling": event.sampling,
-            "noise_multiplier": event.noise_multiplier,
-            "clip": clip,
-            "sample_rate": None if event.n is None else event.rate,
-            "n": event.n,
-            "batch_size": event.batch_size,
-            "releases": count,
-            "ledger": ledger,
-            **({"start": event.start, "order": event.order} if event.partition else {}),
-        }
-        for (label, clip, ledger, event, _), count in counts.items()
+def joined(before: PrivacyStatement | None, later: PrivacyStatement, made: int) -> PrivacyStatement:
+    """Return the statement of a ledger together with what was released before, once each.
+
+    **Guarantee.** Releases from before that the ledger does not hold are added to its own. Nothing
+    is private that was trained without privacy, or of which it is not known.
+
+    Args:
+        before: the statement of what was released earlier, such as the training; None if there is
+            none.
+        later: the statement of all that the ledger holds, at the delta of the joint guarantee.
+        made: how many releases were made on the ledger since `before`.
+    """
+    if before is not None and not before.private:
+        return before
+    if not later.private:
+        return later
+    if before is None:
+        return PrivacyStatement.not_private(UNKNOWN)
+    relation = later.relation
+    assert relation is not None
+    assert before.relation is relation
+    books = {part.ledger for part in later.released} - {""}
+    missing = [part for part in before.released if part.ledger not in books]
+    known = sum(part.event.count for part in before.released if part.ledger in books)
+    held = sum(part.event.count for part in later.released)
+    if known + made > held or not before.complete or (missing and not later.complete):
+        return PrivacyStatement.not_private("the ledger lacks releases of the training")
+    if missing:
+        later = PrivacyStatement.of(
+            [*missing, *later.released],
+            delta=later.delta,
+            relation=relation,
+            randomness=later.randomness,
+        )
+    return dataclasses.replace(
+        later,
+        unit=before.unit,
+        public=_union(later.public, before.public),
+        covers=_union(later.covers, before.covers),
+        tuning_runs=before.tuning_runs,
+        caveats=_union(later.caveats, before.caveats),
     )
 
 
-def event_of(mechanism: Mapping[str, Any]) -> Event:
-    """Return the event that an entry of `PrivacyStatement.mechanisms` describes."""
-    names = ("sampling", "noise_multiplier", "n", "batch_size")
-    where = {name: mechanism[name] for name in ("start", "order") if name in mechanism}
-    given = {name: mechanism[name] for name in names}
-    return Event(count=mechanism["releases"], **given, **where)
+def _added_up(parts: Iterable[LabelledEvent]) -> tuple[LabelledEvent, ...]:
+    """Return one part for all that are alike; events of a partition stay apart."""
+    counts: dict[tuple[LabelledEvent, int], int] = {}
+    for index, part in enumerate(parts):
+        unit = dataclasses.replace(part, event=dataclasses.replace(part.event, count=1))
+        key = (unit, index if part.event.partition else 0)
+        counts[key] = counts.get(key, 0) + part.event.count
+    return tuple(
+        dataclasses.replace(unit, event=dataclasses.replace(unit.event, count=count))
+        for (unit, _), count in counts.items()
+    )
+
+
+def _union(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*first, *second)))
 
 
 def _caveats(
@@ -299,5 +377,6 @@ def _tuning(runs: int | None) -> str:
     return "number of tuning runs not declared" if runs is None else f"{runs} tuning runs declared"
 
 
-def _item(name: str, text: str) -> str:
+def item(name: str, text: str) -> str:
+    """Return a named paragraph of a statement."""
     return textwrap.fill(text, 96, initial_indent=f"  {name + ':':<12}", subsequent_indent=" " * 14)

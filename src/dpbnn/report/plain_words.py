@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dpbnn.privacy.plan import round_up
+from dpbnn.privacy.checks import round_up
 from dpbnn.privacy.relation import Relation
 from dpbnn.privacy.statement import PrivacyStatement, statement_of
 

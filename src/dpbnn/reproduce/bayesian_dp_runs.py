@@ -133,7 +133,7 @@ def vi(settings: Settings) -> Result:
                 budget,
                 seed=settings.seed,
                 tuning_runs=TUNING_RUNS,
-                accountants=observers,
+                observers=observers,
             )
             accuracy = _accuracy(posterior, d.x_test, d.y_test, settings.seed)
             if observers:
@@ -216,7 +216,7 @@ def mnist(settings: Settings) -> Result:
             seed=settings.seed,
             device=settings.device,
             microbatch_size=256,
-            accountants=[observer],
+            observers=[observer],
         )
         accuracy = _accuracy(posterior, x_test, d.y_test, settings.seed)
         rows.append(_row("mnist", kind, accuracy, observer))
@@ -331,7 +331,7 @@ def last_layer(
         SGD(learning_rate=0.001, clip=1.0, optimizer="adam"),
         budget,
         seed=seed,
-        accountants=[observer],
+        observers=[observer],
     )
     return posterior, observer
 
