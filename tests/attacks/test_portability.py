@@ -10,8 +10,7 @@ from twins import fails_on, twins_of
 
 import dpbnn
 from dpbnn import checkpoint
-from dpbnn.methods import sgld
-from dpbnn.posteriors import folder, iterate_file
+from dpbnn.posteriors import folder
 from dpbnn.privacy import ledger_file, locks
 
 N = 20
@@ -48,7 +47,6 @@ def test_item_56_a_run_is_interrupted_resumed_saved_and_loaded_without_posix(tmp
         windows.without_posix(patch)
         windows.strict_files(patch)
         patch.setattr(folder, "_WINDOWS", True)
-        patch.setattr(sgld, "IterateWriter", windows.again(iterate_file).IterateWriter)
         own = windows.again(locks)
         for module, name in (
             (ledger_file, "lock"), (ledger_file, "unlock"), (ledger_file, "sync_folder"),
