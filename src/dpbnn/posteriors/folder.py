@@ -189,11 +189,7 @@ def _is_meta(model: nn.Module) -> bool:
 
 
 def _likelihood(description: dict[str, Any]) -> object:
-    known = {
-        name: kind
-        for name, kind in vars(likelihoods).items()
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind)
-    }
+    known = likelihoods.registered()
     name = description["class"]
     if name not in known:
         raise ValueError(
