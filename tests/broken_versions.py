@@ -23,7 +23,7 @@ import windows
 from torch import nn
 
 import dpbnn
-from dpbnn import checkpoint, messages, networks, rows, runs, training
+from dpbnn import checkpoint, messages, networks, rows, runs, storage, training
 from dpbnn.calibration import release
 from dpbnn.contributions import Contributions, DenseContributions, outer, recorded, sites
 from dpbnn.contributions.attach import Attached
@@ -37,7 +37,7 @@ from dpbnn.methods.sep import SEPProcess
 from dpbnn.methods.sgd import SGDProcess
 from dpbnn.methods.sgld import LangevinProcess
 from dpbnn.methods.watch import Watch
-from dpbnn.posteriors import IterateWriter, folder, iterate_file
+from dpbnn.posteriors import IterateWriter, iterate_file
 from dpbnn.privacy import (
     audit,
     gate,
@@ -965,7 +965,7 @@ def folders_are_synced_everywhere(patch: Patch) -> None:
         os.fsync(file)
         os.close(file)
 
-    patch.setattr(folder, "_sync", sync)
+    patch.setattr(storage, "_sync", sync)
 
 
 def locks_let_everybody_in(patch: Patch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dpbnn.likelihoods import full
@@ -18,6 +19,7 @@ from dpbnn.messages import unquoted
 from dpbnn.posteriors import folder as folders
 from dpbnn.posteriors.evaluate import Draws, Inputs, evaluate
 from dpbnn.predictive import Predictive
+from dpbnn.storage import new_folder
 
 __all__ = ["Posterior", "predictive_from"]
 
@@ -75,7 +77,7 @@ class Posterior(ABC):
     @classmethod
     def _read(cls, path: Path) -> Any:
         """Read one of the files of `_parts`."""
-        return folders.read_tensors(path)
+        return load_file(path)
 
     @property
     def device(self) -> torch.device:
@@ -170,7 +172,8 @@ class Posterior(ABC):
             folder: where to; its parent must exist.
             overwrite: replace a posterior that is there already.
         """
-        folders.save(self, Path(folder), overwrite)
+        with new_folder(Path(folder), "posterior", overwrite=overwrite) as partial:
+            folders.write(self, partial)
 
     def _predictive(self, outputs: Tensor) -> Predictive:
         return predictive_from(self.likelihood, outputs)
