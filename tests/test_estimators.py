@@ -435,9 +435,9 @@ def test_save_and_load_without_pickle(tmp_path, digits, fitted):
     fitted.save(folder, overwrite=True)
     with pytest.raises(ValueError, match=r"dpbnn\.PrivateBayesClassifier\.load"):
         PrivateBayesRegressor.load(folder)
-    with pytest.raises(FileNotFoundError, match=r"estimator\.json"):
+    with pytest.raises(FileNotFoundError, match=r"manifest\.json"):
         PrivateBayesClassifier.load(tmp_path)
-    held = json.loads((folder / "estimator.json").read_text())
+    held = json.loads((folder / "manifest.json").read_text())
     assert held["params"]["epsilon"] == 3.0
 
 

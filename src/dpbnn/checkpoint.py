@@ -21,6 +21,7 @@ from dpbnn.computed import digest
 from dpbnn.privacy.checks import first_line
 from dpbnn.privacy.keys import ratchet
 from dpbnn.privacy.locks import lock, sync_folder, unlock
+from dpbnn.storage import replace_file
 
 __all__ = ["Checkpoint", "Keys", "RunFolder", "folder_lock"]
 
@@ -161,7 +162,7 @@ class RunFolder:
         names = ("step", "run", "label", "ledger", "head", "settings")
         meta = {"format": _FORMAT, **{name: str(getattr(checkpoint, name)) for name in names}}
         try:
-            _replace(
+            replace_file(
                 self.state_file, lambda path: save_file(checkpoint.tensors, path, metadata=meta)
             )
         except SafetensorError as error:
@@ -173,7 +174,8 @@ class RunFolder:
                 "step": checkpoint.step,
                 "state": self._state(),
             }
-            _replace(self.key_file, lambda path: _write_private(path, json.dumps(values)))
+            text = json.dumps(values)
+            replace_file(self.key_file, lambda path: path.write_text(text), private=True)
 
     def keys(self, step: int) -> Keys | None:
         """Return the keys that were written with the checkpoint of a step, or None."""
@@ -219,19 +221,3 @@ def folder_lock(path: Path) -> Iterator[None]:
                 unlock(fd)
     finally:
         os.close(fd)
-
-
-def _replace(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file beside its place and move it there once it is on disk."""
-    partial = path.with_name(path.name + ".partial")
-    write(partial)
-    with partial.open("rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    sync_folder(path.parent)
-
-
-def _write_private(path: Path, text: str) -> None:
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)

@@ -1,17 +1,35 @@
-"""Per-example log-likelihoods of a network's outputs."""
+"""Likelihoods: log p(y | outputs) of each example, and all that depends on the kind of targets.
+
+`fit` takes any object with `log_prob`. A likelihood that inherits from `LikelihoodBase` also says
+which targets it takes and how it predicts, and it is saved and loaded by its class name. To add
+one, write its class in one file.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from dpbnn.predictive import Predictive
+from dpbnn.predictive import ClassPredictive, Predictive, PropagatedPredictive, RealPredictive
+
+__all__ = [
+    "Categorical",
+    "Gaussian",
+    "HeteroscedasticGaussian",
+    "Likelihood",
+    "LikelihoodBase",
+    "Mixture",
+    "full",
+    "likelihood",
+    "registered",
+]
 
 
 @runtime_checkable
@@ -23,12 +41,123 @@ class Likelihood(Protocol):
         ...
 
 
+class LikelihoodBase(ABC):
+    """A likelihood that can be named, saved and loaded, and knows its targets.
+
+    `class Poisson(LikelihoodBase, name="poisson")` is used by `fit(..., likelihood="poisson")`. A
+    likelihood that is saved with a posterior is a dataclass of JSON values.
+
+    Attributes:
+        stand_ins: public values, the first of which that `log_prob` takes stands in for the targets
+            of rows that contribute nothing.
+        never_raises: whether `log_prob` raises on no targets but those that are `wrong`. If it may,
+            it is tried on every row before anything is spent. A subclass does not inherit it.
+    """
+
+    stand_ins: ClassVar[tuple[float, ...]] = (0,)
+    never_raises: ClassVar[bool] = False
+
+    def __init_subclass__(cls, name: str | None = None, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.never_raises = bool(vars(cls).get("never_raises"))
+        for key, register in ((cls.__name__, _CLASSES), (name, _NAMES)):
+            if key is None or key.startswith("_"):
+                continue
+            known = register.get(key, cls)
+            if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise TypeError(
+                    f"{key}: is the name of {known.__module__}.{known.__qualname__} already; give "
+                    f"the likelihood another one"
+                )
+            register[key] = cls
+
+    @abstractmethod
+    def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return log p(y_i | outputs_i), one number per example."""
+
+    def predictive(self, outputs: Tensor) -> Predictive:
+        """Return the predictive distribution of raw outputs [S, N, ...]."""
+        raise _unpredictive(self)
+
+    def wrong(self, y: Tensor, outputs: Tensor) -> Tensor:
+        """Return which of the targets cannot be used, shaped like y; raise on none of them.
+
+        Args:
+            y: targets, as they were given.
+            outputs: of the network for two public examples.
+        """
+        return ~self.taken(y, outputs).isfinite()
+
+    def expected(self, outputs: Tensor) -> str:
+        """Return what targets must be, in public words."""
+        return "inputs and targets must be finite"
+
+    def taken(self, y: Tensor, outputs: Tensor) -> Tensor:
+        """Return targets in the type that `log_prob` takes."""
+        return y.to(outputs.dtype)
+
+    def columns(self, outputs: int) -> int | None:
+        """Return the number of target columns for so many outputs; None where any will do."""
+        return None
+
+    def with_learned_noise(self) -> Likelihood | None:
+        """Return the likelihood of a network that learns its noise, where this one asks for it."""
+        return None
+
+    def with_noise(self, noise_std: float) -> LikelihoodBase | None:
+        """Return the likelihood at another Gaussian noise; None where it has none."""
+        return None
+
+    def from_moments(self, mean: Tensor, variance: Tensor) -> Predictive | None:
+        """Return the predictive of Gaussian outputs in closed form; None where there is none."""
+        return None
+
+    def identified(self, outputs: Tensor) -> Tensor:
+        """Return outputs without what does not change the likelihood."""
+        return outputs
+
+
+_CLASSES: dict[str, type[LikelihoodBase]] = {}
+_NAMES: dict[str, type[LikelihoodBase]] = {}
+
+
+def _unpredictive(likelihood: object) -> TypeError:
+    return TypeError(
+        f"{type(likelihood).__name__} has no predictive distribution; use Categorical or "
+        f"Gaussian, or give it a method predictive(outputs) that returns a Predictive."
+    )
+
+
+class _Plain(LikelihoodBase):
+    """An object of the user's that has `log_prob` and no more, or `predictive`."""
+
+    stand_ins = (0, 1, 0.5)
+
+    def __init__(self, own: object) -> None:
+        self.own = own
+
+    def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
+        assert isinstance(self.own, Likelihood)
+        return self.own.log_prob(outputs, y)
+
+    def predictive(self, outputs: Tensor) -> Predictive:
+        if not hasattr(self.own, "predictive"):
+            raise _unpredictive(self.own)
+        found: Predictive = self.own.predictive(outputs)
+        return found
+
+    def taken(self, y: Tensor, outputs: Tensor) -> Tensor:
+        return y.to(outputs.dtype) if y.is_floating_point() else y
+
+
 @dataclass(frozen=True)
-class Categorical:
+class Categorical(LikelihoodBase, name="categorical"):
     """Class labels: log p(y | f) = f_y - logsumexp(f).
 
     Further axes of the outputs (one label per position, classes last) are summed per example.
     """
+
+    never_raises = True
 
     def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return log p(y_i | outputs_i), one number per example."""
@@ -36,9 +165,31 @@ class Categorical:
         nll = F.cross_entropy(scores, y, reduction="none")
         return -nll.flatten(1).sum(1) if nll.dim() > 1 else -nll
 
+    def predictive(self, outputs: Tensor) -> Predictive:
+        """Return the predictive distribution of logits [S, N, ..., K]."""
+        return ClassPredictive.from_logits(outputs)
+
+    def wrong(self, y: Tensor, outputs: Tensor) -> Tensor:
+        """Return which labels are none of the classes."""
+        wrong = ~((y >= 0) & (y < outputs.shape[-1]))
+        return wrong | (y != y.round()) if y.is_floating_point() else wrong
+
+    def expected(self, outputs: Tensor) -> str:
+        """Return what labels must be."""
+        last = outputs.shape[-1] - 1
+        return f"labels must be whole numbers from 0 to {last}, the network's outputs"
+
+    def taken(self, y: Tensor, outputs: Tensor) -> Tensor:
+        """Return whole numbers."""
+        return y.long()
+
+    def identified(self, outputs: Tensor) -> Tensor:
+        """Return logits of mean 0."""
+        return outputs - outputs.mean(-1, keepdim=True)
+
 
 @dataclass(frozen=True)
-class Gaussian:
+class Gaussian(LikelihoodBase, name="gaussian"):
     """Real targets: log p(y | f) = sum_k log N(y_k; f_k, noise_std^2).
 
     Args:
@@ -46,6 +197,8 @@ class Gaussian:
     """
 
     noise_std: float | None = 1.0
+
+    never_raises = True
 
     def __post_init__(self) -> None:
         if self.noise_std is not None and not self.noise_std > 0:
@@ -59,9 +212,37 @@ class Gaussian:
         constant = math.log(self.noise_std) + 0.5 * math.log(2 * math.pi)
         return -(0.5 * residual.square() + constant).sum(1)
 
+    def predictive(self, outputs: Tensor) -> Predictive:
+        """Return the predictive distribution of means [S, N, D]; a last axis of 1 is dropped."""
+        if self.noise_std is None:
+            raise ValueError("noise_std=None: the noise is not known yet; give its noise_std.")
+        means = outputs.squeeze(-1) if outputs.dim() == 3 else outputs
+        return RealPredictive(means, self.noise_std**2)
+
+    def columns(self, outputs: int) -> int:
+        """Return one column an output."""
+        return outputs
+
+    def with_learned_noise(self) -> Likelihood | None:
+        """Return the likelihood of means and log-variances, where the noise is not known."""
+        return HeteroscedasticGaussian() if self.noise_std is None else None
+
+    def with_noise(self, noise_std: float) -> Gaussian:
+        """Return the likelihood at another noise."""
+        return dataclasses.replace(self, noise_std=noise_std)
+
+    def from_moments(self, mean: Tensor, variance: Tensor) -> Predictive | None:
+        """Return one Gaussian an input, the noise added to the variance."""
+        if self.noise_std is None:
+            return None
+        noise = self.noise_std**2
+        if not torch.isfinite(variance + noise).all():
+            mean, variance = mean.double(), variance.double()
+        return PropagatedPredictive(mean, variance, noise)
+
 
 @dataclass(frozen=True)
-class HeteroscedasticGaussian:
+class HeteroscedasticGaussian(LikelihoodBase, name="heteroscedastic"):
     """Real targets whose noise the network predicts: outputs are (mean, log-variance), halves.
 
         log p(y | m, s) = sum_k log N(y_k; m_k, exp(s_k))
@@ -73,6 +254,8 @@ class HeteroscedasticGaussian:
     """
 
     lowest: float = 12.0
+
+    never_raises = True
 
     def split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and log-variance."""
@@ -92,17 +275,21 @@ class HeteroscedasticGaussian:
 
     def predictive(self, outputs: Tensor) -> Predictive:
         """Return the predictive distribution of raw outputs [S, N, 2D]."""
-        from dpbnn.predictive import RealPredictive
-
         mean, log_variance = self.split(outputs)
         if mean.shape[-1] == 1:
             mean, log_variance = mean[..., 0], log_variance[..., 0]
         return RealPredictive(mean, log_variance.exp())
 
+    def columns(self, outputs: int) -> int:
+        """Return one column for each two outputs."""
+        return outputs // 2
+
 
 @dataclass(frozen=True)
-class Mixture:
+class Mixture(LikelihoodBase, name="mixture"):
     """Points without targets: outputs are log w_j + log p_j(x), log p(x) = logsumexp of them."""
+
+    never_raises = True
 
     def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return log p(x_i), one number per example; the targets are not used."""
@@ -110,28 +297,28 @@ class Mixture:
 
     def predictive(self, outputs: Tensor) -> Predictive:
         """Return the predictive distribution of the components, of raw outputs [S, N, J]."""
-        from dpbnn.predictive import ClassPredictive
-
         return ClassPredictive.from_logits(outputs)
 
 
-_NAMES: dict[str, Likelihood] = {
-    "categorical": Categorical(),
-    "gaussian": Gaussian(),
-    "heteroscedastic": HeteroscedasticGaussian(),
-    "mixture": Mixture(),
-}
-
-
-def likelihood(name: str) -> Likelihood:
+def likelihood(name: str) -> LikelihoodBase:
     """Return the likelihood of that name: categorical, gaussian (std 1), heteroscedastic, mixture.
 
-    The last one is for points without targets.
+    The last one is for points without targets. Other names are those of the user's own classes.
     """
     try:
-        return _NAMES[name]
+        return _NAMES[name]()
     except KeyError:
         allowed = ", ".join(map(repr, _NAMES))
         raise ValueError(
             f"likelihood={name!r} is not one of {allowed}; pass one of them."
         ) from None
+
+
+def registered() -> dict[str, type[LikelihoodBase]]:
+    """Return all classes of likelihoods by their names."""
+    return dict(_CLASSES)
+
+
+def full(likelihood: object) -> LikelihoodBase:
+    """Return a likelihood with all that `LikelihoodBase` has; what it lacks is the default."""
+    return likelihood if isinstance(likelihood, LikelihoodBase) else _Plain(likelihood)

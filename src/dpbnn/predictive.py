@@ -16,7 +16,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ClassPredictive", "Predictive", "RealPredictive"]
+__all__ = ["ClassPredictive", "Predictive", "PropagatedPredictive", "RealPredictive"]
 
 _BLOCK = 2**23  # elements of a temporary
 
@@ -322,6 +322,30 @@ class RealPredictive(Predictive):
             for m, v in zip(means.split(size, 1), variances.split(size, 1), strict=True)
         ]
         return torch.cat(parts).reshape(self.mean.shape).to(self.means.dtype)
+
+
+class PropagatedPredictive(RealPredictive):
+    """One Gaussian per input whose variance is split into epistemic and aleatoric parts.
+
+    Args:
+        mean: predictive means [N] or [N, D].
+        epistemic: variance of the network's output, likewise.
+        noise: noise variance.
+    """
+
+    def __init__(self, mean: Tensor, epistemic: Tensor, noise: float) -> None:
+        super().__init__(mean.unsqueeze(0), (epistemic + noise).unsqueeze(0))
+        self._epistemic, self._noise = epistemic, noise
+
+    @property
+    def epistemic(self) -> Tensor:
+        """Variance of the network's output."""
+        return self._epistemic
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """Noise variance."""
+        return torch.full_like(self._epistemic, self._noise)
 
 
 def _checked(values: Tensor, name: str, axes: int) -> Tensor:

@@ -27,7 +27,10 @@ from dpbnn.privacy.checks import first_line
 __all__ = ["Rows", "checked_rows"]
 
 _CHUNK = 512  # rows that the network sees at once
-_COLUMNS = {likelihoods.Gaussian: 1, likelihoods.HeteroscedasticGaussian: 2}
+_UNSURE = (
+    "the likelihood cannot tell which targets it takes",
+    "its methods `wrong` and `taken` must raise on no targets",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,29 +84,19 @@ def checked_rows(
         x = x.to(next(network.parameters()).dtype)
     outputs = _outputs(network, x, device)
     bad = _not_finite(x).to(y.device)
-    expected = "inputs and targets must be finite"
-    if isinstance(likelihood, likelihoods.Categorical):
-        classes = outputs.shape[-1]
-        wrong = ~((y >= 0) & (y < classes))
-        if y.is_floating_point():
-            wrong = wrong | (y != y.round())
-        bad = bad | (wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong)
-        y = torch.where(wrong, torch.zeros_like(y), y).long()
-        if wrong.any():
-            expected = (
-                f"labels must be whole numbers from 0 to {classes - 1}, the network's outputs"
-            )
-    else:
-        if y.is_floating_point() or _ours(likelihood):
-            y = y.to(outputs.dtype)
-        bad = bad | _not_finite(y)
-        width = outputs.shape[-1] // _COLUMNS.get(type(likelihood), 1)
-        columns = y.shape[1:].numel()
-        if type(likelihood) in _COLUMNS and columns != width:
-            raise ValueError(
-                f"the targets have {columns} columns and the network predicts {width}; change "
-                f"its last layer"
-            )
+    known, expected = likelihoods.full(likelihood), "inputs and targets must be finite"
+    with unquoted(*_UNSURE, ValueError):
+        wrong = known.wrong(y, outputs)
+        y = known.taken(torch.where(wrong, torch.zeros_like(y), y), outputs)
+    if wrong.any():
+        expected = known.expected(outputs)
+    bad = bad | (wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong)
+    width, columns = known.columns(outputs.shape[-1]), y.shape[1:].numel()
+    if width not in (None, columns):
+        raise ValueError(
+            f"the targets have {columns} columns and the network predicts {width}; change "
+            f"its last layer"
+        )
     bad = bad.to(x.device)
     stand_in = _stand_in(network, likelihood, x, y, device)
     if on_bad_rows != "zero":
@@ -178,13 +171,9 @@ def _filled(values: Tensor, bad: Tensor, stand_in: float) -> Tensor:
     return values.masked_fill(bad.view(-1, *[1] * (values.dim() - 1)).to(values.device), stand_in)
 
 
-def _ours(likelihood: Likelihood) -> bool:
-    return type(likelihood).__module__ == likelihoods.__name__
-
-
 def _usual(network: nn.Module, likelihood: Likelihood) -> bool:
     """Say whether no value of a finite row can make a network or likelihood raise."""
-    return _ours(likelihood) and all(
+    return likelihoods.full(likelihood).never_raises and all(
         type(module).__module__.startswith(("torch.nn.modules.", "dpbnn."))
         and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
         for module in network.modules()
@@ -195,12 +184,13 @@ def _stand_in(
     network: nn.Module, likelihood: Likelihood, x: Tensor, y: Tensor, device: torch.device
 ) -> float:
     """Return a public target that the likelihood takes, for rows that contribute nothing."""
-    if _ours(likelihood):
-        return 0
+    known = likelihoods.full(likelihood)
+    if known.never_raises:
+        return known.stand_ins[0]
     example = torch.zeros(2, *x.shape[1:], dtype=x.dtype, device=device)
     target = torch.zeros(2, *y.shape[1:], dtype=y.dtype, device=device)
     reason = ""
-    for value in (0, 1, 0.5):
+    for value in known.stand_ins:
         try:
             with _quietly(network):
                 likelihood.log_prob(network(example), target.fill_(value))
@@ -210,7 +200,8 @@ def _stand_in(
             return value
     raise ValueError(
         f"{type(likelihood).__name__} cannot take targets of shape {tuple(y.shape[1:])} and type "
-        f"{y.dtype}, neither 0 nor 1 nor 0.5 ({reason}); change the targets or the likelihood"
+        f"{y.dtype}, neither {' nor '.join(map(str, known.stand_ins))} ({reason}); change the "
+        f"targets or the likelihood"
     )
 
 

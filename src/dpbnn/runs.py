@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -17,21 +14,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
-
-import dpbnn
 from dpbnn.checkpoint import LOCK, folder_lock
 from dpbnn.data.schema import Schema
 from dpbnn.estimators.estimator import PrivateBayes
-from dpbnn.posteriors.folder import file_hash
+from dpbnn.estimators.storage import write as write_estimator
 from dpbnn.privacy.ledger import Ledger
+from dpbnn.storage import MANIFEST, read_manifest, replace_file, sync_tree, write_manifest
 
 __all__ = ["Run", "Workspace", "new_run", "plain_calibration"]
 
 FORMAT = "dpbnn-run"
-VERSION = 1
-MANIFEST, LEDGER, SCHEMA, MODEL = "manifest.json", "ledger.jsonl", "schema.toml", "model"
+LEDGER, SCHEMA, MODEL = "ledger.jsonl", "schema.toml", "model"
 METRICS, REPORT = "metrics.json", "report.html"
 HEAD, PARTIAL = f"{LEDGER}.head", ".partial-"
 
@@ -58,22 +51,9 @@ class Run:
     @classmethod
     def open(cls, folder: Path, device: str = "cpu") -> Run:
         """Read a run directory, checking that no file was changed."""
-        path = folder / MANIFEST
-        if not path.is_file():
-            raise FileNotFoundError(
-                errno.ENOENT, f"no {MANIFEST}: give a folder that 'dpbnn fit' wrote", str(folder)
-            )
-        manifest = json.loads(path.read_text())
-        if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
-            raise ValueError(f"{path}: not a run of version {VERSION}; fit it again")
-        for name, expected in manifest["hashes"].items():
-            if not (folder / name).is_file() or file_hash(folder / name) != expected:
-                raise ValueError(
-                    f"{folder / name}: missing, or not what was saved; copy the whole folder again"
-                )
         return cls(
             folder,
-            manifest,
+            read_manifest(folder, FORMAT, "'dpbnn fit'"),
             Schema.read(folder / SCHEMA),
             PrivateBayes.load(folder / MODEL, device=device),
         )
@@ -91,9 +71,8 @@ class Run:
 
     def write_metrics(self, values: dict[str, Any]) -> None:
         """Write metrics.json, whole or not at all."""
-        partial = self.folder / f"{METRICS}.partial"
-        partial.write_text(json.dumps(values, indent=2) + "\n")
-        partial.replace(self.folder / METRICS)
+        text = json.dumps(values, indent=2) + "\n"
+        replace_file(self.folder / METRICS, lambda path: path.write_text(text))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,30 +102,17 @@ class Workspace:
     def save(self, estimator: PrivateBayes, schema: Schema, settings: dict[str, Any]) -> None:
         """Write model, schema and manifest; the manifest names the ledger, not the model."""
         estimator.set_params(ledger=None)
-        estimator.save(self.folder / MODEL)
+        (self.folder / MODEL).mkdir()
+        write_estimator(estimator, self.folder / MODEL)
         (self.folder / SCHEMA).write_text(schema.to_toml(), encoding="utf-8")
-        manifest = {
-            "format": FORMAT,
-            "version": VERSION,
+        values = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "settings": settings,
             "calibration": plain_calibration(estimator),
             "ledger": self.named,
             "privacy": estimator.privacy_.to_dict(),
-            "versions": {
-                "dpbnn": dpbnn.__version__,
-                "torch": torch.__version__,
-                "numpy": numpy.__version__,
-                "dp-accounting": importlib.metadata.version("dp-accounting"),
-                "python": platform.python_version(),
-            },
-            "hashes": {
-                path.relative_to(self.folder).as_posix(): file_hash(path)
-                for path in sorted(self.folder.rglob("*"))
-                if path.is_file()
-            },
         }
-        (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        write_manifest(self.folder, FORMAT, values)
 
 
 @contextlib.contextmanager
@@ -217,6 +183,7 @@ def _check_place(out: Path, overwrite: bool) -> None:
 
 def _put_in_place(partial: Path, out: Path) -> None:
     """Move the files of a finished run to their place, the manifest last."""
+    sync_tree(partial)
     (out / MANIFEST).unlink(missing_ok=True)
     for name in (METRICS, REPORT):
         (out / name).unlink(missing_ok=True)

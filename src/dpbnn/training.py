@@ -123,9 +123,9 @@ def fit(
         network = taken(model)
         if device is not None:
             network = network.to(device)
-        learned = isinstance(likely, likelihoods.Gaussian) and likely.noise_std is None
-        if learned and not method.own_noise:
-            network, likely = _learned_noise(network), likelihoods.HeteroscedasticGaussian()
+        learned = None if method.own_noise else likelihoods.full(likely).with_learned_noise()
+        if learned is not None:
+            network, likely = _learned_noise(network), learned
         if isinstance(network, GaussianMixture):
             hidden = None if plan.relation.public_size else plan.n
             data = checked_points(data, network, on_bad_rows, hidden)

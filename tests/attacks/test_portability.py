@@ -9,9 +9,7 @@ import windows
 from twins import fails_on, twins_of
 
 import dpbnn
-from dpbnn import checkpoint
-from dpbnn.methods import sgld
-from dpbnn.posteriors import folder, iterate_file
+from dpbnn import checkpoint, storage
 from dpbnn.privacy import ledger_file, locks
 
 N = 20
@@ -47,12 +45,11 @@ def test_item_56_a_run_is_interrupted_resumed_saved_and_loaded_without_posix(tmp
     with pytest.MonkeyPatch.context() as patch:
         windows.without_posix(patch)
         windows.strict_files(patch)
-        patch.setattr(folder, "_WINDOWS", True)
-        patch.setattr(sgld, "IterateWriter", windows.again(iterate_file).IterateWriter)
         own = windows.again(locks)
         for module, name in (
             (ledger_file, "lock"), (ledger_file, "unlock"), (ledger_file, "sync_folder"),
             (checkpoint, "lock"), (checkpoint, "sync_folder"), (checkpoint, "unlock"),
+            (storage, "sync_folder"),
         ):  # fmt: skip
             patch.setattr(module, name, getattr(own, name))
         try:

@@ -45,8 +45,8 @@ def check(path, numbers, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_iterates_written_by_threads_come_back(tmp_path, portable, dtype):
-    write(portable, tmp_path / "file", range(1, 12), dtype=dtype, threads=4)
+def test_iterates_written_by_a_thread_come_back(tmp_path, portable, dtype):
+    write(portable, tmp_path / "file", range(1, 12), dtype=dtype)
     check(tmp_path / "file", range(8, 12), dtype)
 
 

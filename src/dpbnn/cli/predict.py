@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import itertools
 import operator
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +58,7 @@ def predict_command(
       dpbnn predict run/ new.csv --out predictions.csv
     """
     from dpbnn.runs import Run
+    from dpbnn.storage import replace_file
 
     speaker = Speaker(quiet, as_json)
     if not 0 < level < 1:
@@ -71,13 +71,12 @@ def predict_command(
     if out is None:
         _write(sys.stdout, opened, x, level)
         return
-    partial = out.with_name(f".{out.name}.partial")
-    try:
-        with partial.open("w", newline="", encoding="utf-8") as file:
+
+    def write(path: Path) -> None:
+        with path.open("w", newline="", encoding="utf-8") as file:
             _write(file, opened, x, level)
-        os.replace(partial, out)
-    finally:
-        partial.unlink(missing_ok=True)
+
+    replace_file(out, write)
     speaker.say(f"Wrote {len(x)} predictions to {out}.")
     speaker.result({"rows": len(x), "predictions": str(out), "privacy": opened.manifest["privacy"]})
 

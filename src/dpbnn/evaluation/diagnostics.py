@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dpbnn.evaluation.checked import Floats, finite
-from dpbnn.likelihoods import Categorical
+from dpbnn.likelihoods import full
 
 __all__ = ["Diagnostics", "chain_diagnostics", "diagnose"]
 
@@ -150,8 +150,7 @@ def diagnose(
     count = len(x)
     rows = np.linspace(0, count - 1, min(count, inputs)).round().astype(int)
     outputs = posterior.outputs(torch.as_tensor(x)[rows], draws)
-    if isinstance(posterior.likelihood, Categorical):
-        outputs = outputs - outputs.mean(-1, keepdim=True)
+    outputs = full(posterior.likelihood).identified(outputs)
     found = chain_diagnostics(outputs.reshape(chains, draws // chains, *outputs.shape[1:]))
     clip, temperature = settings.get("clip"), settings.get("temperature")
     warnings = list(found.warnings)

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from dpbnn.likelihoods import Gaussian
+from dpbnn.likelihoods import full
 from dpbnn.posteriors.evaluate import Draws, Inputs, evaluation, number_stream
 from dpbnn.posteriors.posterior import Posterior, predictive_from
 from dpbnn.predictive import Predictive
@@ -45,12 +45,15 @@ class DropoutPosterior(Posterior):
         **record: Any,
     ) -> None:
         super().__init__(model, likelihood, **record)
-        if precision is not None and not (precision > 0 and isinstance(self.likelihood, Gaussian)):
-            raise ValueError(
-                f"precision={precision} must be positive and needs a Gaussian likelihood; leave "
-                f"it out otherwise."
-            )
         self.precision = precision
+        if precision is not None:
+            noise_std = 1 / math.sqrt(precision) if precision > 0 else 0.0
+            self._noisy = full(self.likelihood).with_noise(noise_std) if noise_std else None
+            if self._noisy is None:
+                raise ValueError(
+                    f"precision={precision} must be positive and needs a Gaussian likelihood; "
+                    f"leave it out otherwise."
+                )
         self._masked: dict[tuple[torch.Size, ...], tuple[nn.Module, dict[str, torch.Size]]] = {}
         found = False
         for name, module in self.model.named_modules():
@@ -71,7 +74,7 @@ class DropoutPosterior(Posterior):
     def _predictive(self, outputs: Tensor) -> Predictive:
         if self.precision is None:
             return super()._predictive(outputs)
-        return predictive_from(Gaussian(1 / math.sqrt(self.precision)), outputs)
+        return predictive_from(self._noisy, outputs)
 
     def _draws(
         self, samples: int, generator: torch.Generator, inputs: Inputs

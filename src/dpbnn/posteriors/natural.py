@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpbnn.likelihoods import Gaussian
+from dpbnn.likelihoods import full
 from dpbnn.posteriors.mean_field import MeanFieldPosterior
-from dpbnn.predictive import Predictive, RealPredictive
+from dpbnn.predictive import Predictive
 
 __all__ = ["LinearMoments", "NaturalPosterior", "linear_layers", "propagate"]
 
@@ -111,15 +111,12 @@ class NaturalPosterior(MeanFieldPosterior):
                 input, whose epistemic part is the propagated variance.
             **options: of `Posterior.predict`, without propagation.
         """
-        if not propagate or not isinstance(self.likelihood, Gaussian):
-            return super().predict(x, samples, **options)
-        (inputs,) = self._inputs(x)
-        assert self.likelihood.noise_std is not None
-        noise = self.likelihood.noise_std**2
-        mean, variance = self.moments(inputs)
-        if not torch.isfinite(variance + noise).all():
-            mean, variance = mean.double(), variance.double()
-        return PropagatedPredictive(mean, variance, noise)
+        if propagate:
+            (inputs,) = self._inputs(x)
+            found = full(self.likelihood).from_moments(*self.moments(inputs))
+            if found is not None:
+                return found
+        return super().predict(x, samples, **options)
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and variance of the network's outputs by propagation, [N] or [N, D].
@@ -156,30 +153,6 @@ class NaturalPosterior(MeanFieldPosterior):
         mean, variance = (torch.cat([part[i] for part in parts]) for i in (0, 1))
         one = mean.shape[1] == 1
         return (mean[:, 0], variance[:, 0]) if one else (mean, variance)
-
-
-class PropagatedPredictive(RealPredictive):
-    """One Gaussian per input whose variance is split into epistemic and aleatoric parts.
-
-    Args:
-        mean: predictive means [N] or [N, D].
-        epistemic: variance of the network's output, likewise.
-        noise: noise variance.
-    """
-
-    def __init__(self, mean: Tensor, epistemic: Tensor, noise: float) -> None:
-        super().__init__(mean.unsqueeze(0), (epistemic + noise).unsqueeze(0))
-        self._epistemic, self._noise = epistemic, noise
-
-    @property
-    def epistemic(self) -> Tensor:
-        """Variance of the network's output."""
-        return self._epistemic
-
-    @property
-    def aleatoric(self) -> Tensor:
-        """Noise variance."""
-        return torch.full_like(self._epistemic, self._noise)
 
 
 def linear_layers(model: nn.Module) -> dict[str, LinearMoments]:

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dpbnn.likelihoods import Categorical, Gaussian
+from dpbnn.likelihoods import full
 from dpbnn.likelihoods import likelihood as named_likelihood
 from dpbnn.messages import unquoted
 from dpbnn.posteriors import folder as folders
 from dpbnn.posteriors.evaluate import Draws, Inputs, evaluate
-from dpbnn.predictive import ClassPredictive, Predictive, RealPredictive
+from dpbnn.predictive import Predictive
+from dpbnn.storage import new_folder
 
 __all__ = ["Posterior", "predictive_from"]
 
@@ -75,7 +77,7 @@ class Posterior(ABC):
     @classmethod
     def _read(cls, path: Path) -> Any:
         """Read one of the files of `_parts`."""
-        return folders.read_tensors(path)
+        return load_file(path)
 
     @property
     def device(self) -> torch.device:
@@ -170,7 +172,8 @@ class Posterior(ABC):
             folder: where to; its parent must exist.
             overwrite: replace a posterior that is there already.
         """
-        folders.save(self, Path(folder), overwrite)
+        with new_folder(Path(folder), "posterior", overwrite=overwrite) as partial:
+            folders.write(self, partial)
 
     def _predictive(self, outputs: Tensor) -> Predictive:
         return predictive_from(self.likelihood, outputs)
@@ -197,21 +200,8 @@ def predictive_from(likelihood: object, outputs: Tensor) -> Predictive:
     """Return the predictive of a likelihood and raw network outputs [S, N, ...].
 
     Args:
-        likelihood: `Categorical`, `Gaussian`, or anything with `predictive(outputs)`.
+        likelihood: anything with `predictive(outputs)`.
         outputs: what the network returned for every posterior sample. A last axis of size 1 is
             dropped in regression.
     """
-    if isinstance(likelihood, Categorical):
-        return ClassPredictive.from_logits(outputs)
-    if isinstance(likelihood, Gaussian):
-        if likelihood.noise_std is None:
-            raise ValueError("noise_std=None: the noise is not known yet; give its noise_std.")
-        means = outputs.squeeze(-1) if outputs.dim() == 3 else outputs
-        return RealPredictive(means, likelihood.noise_std**2)
-    own = getattr(likelihood, "predictive", None)
-    if own is None:
-        raise TypeError(
-            f"{type(likelihood).__name__} has no predictive distribution; use Categorical or "
-            f"Gaussian, or give it a method predictive(outputs) that returns a Predictive."
-        )
-    return own(outputs)
+    return full(likelihood).predictive(outputs)

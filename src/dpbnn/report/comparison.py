@@ -11,7 +11,7 @@ from dpbnn.privacy.statement import PrivacyStatement, statement_of
 from dpbnn.report import charts, figures
 from dpbnn.report.page import ComparisonRow
 from dpbnn.report.plain_words import Reading, read
-from dpbnn.report.template import environment, hero, replace
+from dpbnn.report.template import environment, hero, write_page
 
 __all__ = ["render_comparison", "write_comparison"]
 
@@ -80,7 +80,7 @@ def write_comparison(
     rows: Sequence[ComparisonRow], path: str | os.PathLike[str], **details: Any
 ) -> Path:
     """Write the comparison to `path`, whole or not at all, and return the path."""
-    return replace(Path(path), render_comparison(rows, **details))
+    return write_page(Path(path), render_comparison(rows, **details))
 
 
 def _compared(task: str, evaluations: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -13,7 +13,7 @@ import dpbnn
 from dpbnn.report import charts, figures, png
 from dpbnn.report.page import Band, Example, Examples, RunPage
 from dpbnn.report.plain_words import read
-from dpbnn.report.template import environment, facts, hero, replace, short
+from dpbnn.report.template import environment, facts, hero, short, write_page
 
 __all__ = ["render", "write"]
 
@@ -67,7 +67,7 @@ def render(page: RunPage) -> str:
 
 def write(page: RunPage, path: str | os.PathLike[str]) -> Path:
     """Write the page of a run to `path`, whole or not at all, and return the path."""
-    return replace(Path(path), render(page))
+    return write_page(Path(path), render(page))
 
 
 def _subtitle(page: RunPage, evaluation: Mapping[str, Any] | None) -> str:

@@ -1,9 +1,8 @@
-"""What all pages share: the templates, short forms of values, and writing whole files."""
+"""What all pages share: the templates, short forms of values, and writing pages."""
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ import jinja2
 import dpbnn
 from dpbnn.report import charts
 from dpbnn.report.plain_words import Reading, percent_up
+from dpbnn.storage import replace_file
 
-__all__ = ["environment", "facts", "hero", "replace", "short"]
+__all__ = ["environment", "facts", "hero", "short", "write_page"]
 
 _ADVICE = (
     "Treat the model, and everything that comes out of it, as confidential as the data it was "
@@ -72,15 +72,6 @@ def short(value: Any) -> str:
     return str(value)
 
 
-def replace(path: Path, text: str) -> Path:
-    """Write `text` to a file beside `path`, then move it there."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(text.encode("utf-8", "replace"))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    return path
+def write_page(path: Path, text: str) -> Path:
+    """Write a page, whole or not at all."""
+    return replace_file(path, lambda part: part.write_bytes(text.encode("utf-8", "replace")))
