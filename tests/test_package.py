@@ -85,6 +85,7 @@ BELOW = {
         "privacy",
         "contributions",
         "data",
+        "evaluation",
         "likelihoods",
         "methods",
         "posteriors",

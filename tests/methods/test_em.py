@@ -11,11 +11,11 @@ from scipy import stats
 from sklearn.mixture import GaussianMixture as Reference
 
 import dpbnn
-from dpbnn.evaluation.mixture_error import label_posterior, mixture_error
 from dpbnn.likelihoods import Mixture
 from dpbnn.methods.method import Problem
 from dpbnn.mixtures import synthetic_mixture
 from dpbnn.privacy.noise import NoiseSource
+from dpbnn.reproduce.dp_sep import label_posterior, mixture_error
 
 TAU = math.sqrt(10)
 N = 24
