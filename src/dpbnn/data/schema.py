@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tomli_w
 
-from dpbnn.data import toml
 from dpbnn.data.column import Column, Fault, labels
 from dpbnn.data.learned import distinct, learned_column
 from dpbnn.data.table import Table, TableError, TableWarning, as_table, codes, numbers
@@ -132,7 +132,7 @@ class Schema:
     def to_toml(self) -> str:
         """Return the schema as TOML; `read` and `from_toml` give it back."""
         note = "" if self.public else "# Learned from the data: NOT PRIVATE.\n"
-        return note + toml.dumps(self.to_dict())
+        return note + _toml(self.to_dict())
 
     @classmethod
     def draft(cls, table: Any, target: str) -> str:
@@ -167,7 +167,7 @@ class Schema:
                 "# The names of the columns are the first line of the table. If that line is a\n"
                 "# record, delete this file, which then quotes it, and give names (--names).\n"
             )
-        return notes + toml.dumps({"target": {"name": target, **key}, "columns": columns})
+        return f"{notes}\n{_toml({'target': {'name': target, **key}, 'columns': columns})}"
 
     @classmethod
     def learned(cls, table: Any, target: str, task: str | None = None) -> Schema:
@@ -443,9 +443,9 @@ def _all_missing(column: Column, table: Table) -> bool:
 
 def _column(name: str, values: Any) -> Column:
     if not isinstance(values, Mapping):
+        section = tomli_w.dumps({"columns": {name: {}}}).strip()
         raise TableError(
-            f"schema, column {name!r}: must be a table; write [columns.{toml.key(name)}] with "
-            f"bounds or categories"
+            f"schema, column {name!r}: must be a table; write {section} with bounds or categories"
         )
     _keys(f"schema, column {name!r}", values, _COLUMN_KEYS)
     return Column(name, **{key: _tuple(value) for key, value in values.items()})
@@ -491,6 +491,12 @@ def _values(column: Column) -> dict[str, Any]:
     }
     given.pop("kind")
     return {key: list(v) if isinstance(v, tuple) else v for key, v in given.items()}
+
+
+def _toml(values: Mapping[str, Any]) -> str:
+    """Return values as TOML, every list on one line; no text holds a line end, they are escaped."""
+    text = tomli_w.dumps(values, indent=0)
+    return text.replace("[\n", "[").replace(",\n]", "]").replace(",\n", ", ")
 
 
 def _tuple(value: Any) -> Any:
