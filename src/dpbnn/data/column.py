@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dpbnn.data.cells import Cells
-from dpbnn.data.table import MISSING, TableError, cell, codes, numbers, shown
+from dpbnn.data.table import MISSING, Held, TableError, cell, codes, numbers, shown
 
 __all__ = ["Column", "Fault"]
 
@@ -22,7 +21,6 @@ _RULES = {
 }
 _THOUSANDS = re.compile(r"[+-]?\d{1,3},\d{3}")  # of which nobody knows what the comma means
 _NO_TARGET = "fill it in, or delete the row: training and evaluation need every target"
-Raw = np.ndarray | list[str] | Cells
 
 
 class Fault(NamedTuple):
@@ -123,7 +121,7 @@ class Column:
         return low / 2 + high / 2, high / 2 - low / 2
 
     def encode(
-        self, raw: Raw, missing: frozenset[str] = MISSING, out: np.ndarray | None = None
+        self, raw: Held, missing: frozenset[str] = MISSING, out: np.ndarray | None = None
     ) -> tuple[np.ndarray, list[Fault]]:
         """Return the encoded columns [rows, features] and what is wrong with which rows.
 
@@ -135,13 +133,7 @@ class Column:
         if out is None:
             out = np.zeros((len(raw), len(self.features)), dtype=np.float32)
         if self.kind == "numeric":
-            repeated = raw.distinct() if isinstance(raw, Cells) else None
-            if repeated is None:
-                texts = raw.tolist() if isinstance(raw, Cells) else raw
-                return out, self._encode_numbers(texts, out, missing)
-            few, faults = self.encode(repeated[0], missing)
-            out[:] = few[repeated[1]]
-            return out, [fault._replace(rows=fault.rows[repeated[1]]) for fault in faults]
+            return out, self._encode_numbers(raw, out, missing)
         code = self._codes(raw, missing)
         width = len(self.features)
         declared = len(self.categories or ())
@@ -157,7 +149,7 @@ class Column:
         return out, faults
 
     def classes(
-        self, raw: Raw, missing: frozenset[str] = MISSING
+        self, raw: Held, missing: frozenset[str] = MISSING
     ) -> tuple[np.ndarray, list[Fault]]:
         """Return class numbers (int64) and what is wrong with which rows."""
         if self.cuts is not None:
@@ -169,13 +161,15 @@ class Column:
         return np.maximum(code, 0), [*faults, *_absent(code == -1, _NO_TARGET)]
 
     def targets(
-        self, raw: Raw, missing: frozenset[str] = MISSING
+        self, raw: Held, missing: frozenset[str] = MISSING
     ) -> tuple[np.ndarray, list[Fault]]:
         """Return scaled targets and what is wrong with which rows."""
         values, faults = self.scaled(raw, missing)
         return np.nan_to_num(values), [*faults, *_absent(np.isnan(values), _NO_TARGET)]
 
-    def scaled(self, raw: Raw, missing: frozenset[str] = MISSING) -> tuple[np.ndarray, list[Fault]]:
+    def scaled(
+        self, raw: Held, missing: frozenset[str] = MISSING
+    ) -> tuple[np.ndarray, list[Fault]]:
         """Return numbers clipped to the bounds and scaled to [-1, 1], NaN where missing."""
         values, faults = self._numbers(raw, missing)
         assert self.bounds is not None
@@ -184,7 +178,7 @@ class Column:
         values = (np.log1p(values) if self.log else values) - middle
         return np.clip(values / half, -1.0, 1.0), faults
 
-    def _encode_numbers(self, raw: Raw, out: np.ndarray, missing: frozenset[str]) -> list[Fault]:
+    def _encode_numbers(self, raw: Held, out: np.ndarray, missing: frozenset[str]) -> list[Fault]:
         values, faults = self.scaled(raw, missing)
         absent = np.isnan(values)
         if self.missing == "refuse":
@@ -196,7 +190,7 @@ class Column:
             out[:, 1] = absent
         return faults
 
-    def _numbers(self, raw: Raw, missing: frozenset[str]) -> tuple[np.ndarray, list[Fault]]:
+    def _numbers(self, raw: Held, missing: frozenset[str]) -> tuple[np.ndarray, list[Fault]]:
         values, unread = numbers(raw, missing)
         infinite = np.isinf(values)
         if unread is None and not infinite.any():
@@ -204,7 +198,7 @@ class Column:
         bad = infinite if unread is None else infinite | unread
         return np.where(bad, np.nan, values), [Fault(bad, _no_number)]
 
-    def _codes(self, raw: Raw, missing: frozenset[str]) -> np.ndarray:
+    def _codes(self, raw: Held, missing: frozenset[str]) -> np.ndarray:
         return codes(raw, {c: i for i, c in enumerate(self.categories or ())}, missing)
 
     def _unknown(self, code: np.ndarray, cure: str) -> list[Fault]:
