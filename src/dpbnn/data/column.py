@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from dpbnn.data.faults import Fault
 from dpbnn.data.table import MISSING, Held, TableError, cell, codes, numbers, shown
 
-__all__ = ["Column", "Fault"]
+__all__ = ["Column", "cut"]
 
 _RULES = {
     "numeric": ("refuse", "middle", "indicator"),
@@ -21,20 +23,6 @@ _RULES = {
 }
 _THOUSANDS = re.compile(r"[+-]?\d{1,3},\d{3}")  # of which nobody knows what the comma means
 _NO_TARGET = "fill it in, or delete the row: training and evaluation need every target"
-
-
-class Fault(NamedTuple):
-    """Rows of a column that cannot be used.
-
-    Attributes:
-        rows: which they are.
-        why: what is wrong with a value among them and how to mend it, without quoting it.
-        absent: whether there is no value that could be quoted.
-    """
-
-    rows: np.ndarray
-    why: Callable[[Any], str]
-    absent: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +226,7 @@ class Column:
             isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0,
             "has no categories; give categories = [...], from public knowledge",
         )
-        object.__setattr__(self, "categories", labels(self.name, given or ()))
+        object.__setattr__(self, "categories", _labels(self.name, given or ()))
         for rule, taken in (("other", self.other), ("missing", self.missing == "category")):
             self._need(
                 not (taken and rule in (self.categories or ())),
@@ -248,6 +236,25 @@ class Column:
     def _need(self, condition: Any, problem: str) -> None:
         if not condition:
             raise TableError(f"schema, column {self.name!r}: {problem}")
+
+
+def cut(name: str, cuts: tuple[float, ...], classes: tuple[Any, ...]) -> Column:
+    """Return a target whose classes are ranges of a numeric column.
+
+    Args:
+        name: of the column.
+        cuts: rising numbers; a value belongs to the first class whose cut it does not exceed.
+        classes: one name more than there are cuts.
+    """
+    rising = all(a < b for a, b in itertools.pairwise(cuts))
+    if len(classes) != len(cuts) + 1 or not rising:
+        raise TableError(
+            f"schema, target {name!r}: cuts = {list(cuts)} with {len(classes)} classes; give "
+            f"rising cuts and one class more than cuts"
+        )
+    column = Column(name, "numeric", cuts=tuple(float(c) for c in cuts))
+    object.__setattr__(column, "categories", _labels(name, classes))
+    return column
 
 
 def _absent(absent: np.ndarray, cure: str) -> list[Fault]:
@@ -271,7 +278,7 @@ def _no_number(value: Any) -> str:
     return "is not a number; correct it, or declare the column with categories in the schema"
 
 
-def labels(name: str, given: Sequence[Any]) -> tuple[str, ...]:
+def _labels(name: str, given: Sequence[Any]) -> tuple[str, ...]:
     """Return declared categories as text, each there once."""
     try:
         texts = [cell(category) or "" for category in given]
