@@ -30,16 +30,16 @@ import numpy as np
 import torch
 
 import dpbnn
-from dpbnn.evaluation.mixture_error import (
+from dpbnn.methods.method import Method
+from dpbnn.mixtures import synthetic_mixture
+from dpbnn.posteriors import MixturePosterior
+from dpbnn.reproduce.dp_sep import (
     MixtureError,
     confidence_ring,
     label_posterior,
     match_components,
     mixture_error,
 )
-from dpbnn.methods.method import Method
-from dpbnn.mixtures import synthetic_mixture
-from dpbnn.posteriors import MixturePosterior
 
 N, J, D, NOISE, PRIOR, DELTA = 1000, 4, 4, 0.5, dpbnn.Gaussian(math.sqrt(10)), 1e-5
 EPSILONS = (1.0, 5.0, 50.0)

@@ -769,7 +769,7 @@ def tables_quote_bad_values(patch: Patch) -> None:
     def made(original, self, table, on_bad_rows):
         original(self, table, "show" if on_bad_rows == "error" else on_bad_rows)
 
-    around(patch, importlib.import_module("dpbnn.data.schema")._Faults, "__init__", made)
+    around(patch, importlib.import_module("dpbnn.data.faults").Faults, "__init__", made)
 
 
 def odd_cells_are_refused(patch: Patch) -> None:

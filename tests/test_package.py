@@ -89,6 +89,7 @@ BELOW = {
         "privacy",
         "contributions",
         "data",
+        "evaluation",
         "likelihoods",
         "methods",
         "posteriors",
@@ -229,7 +230,7 @@ import sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.split('.')[0] in {'matplotlib', 'opacus', 'hypothesis', 'pytest', 'pandas',
-                                  'pyarrow', 'netcal', 'mapie', 'pdoc', 'mypy', 'ruff'}:
+                                  'netcal', 'mapie', 'pdoc', 'mypy', 'ruff'}:
             raise ImportError(name + ' is blocked')
 sys.meta_path.insert(0, Blocked())
 import dpbnn

@@ -57,11 +57,11 @@ _EXPORTS = {
     ),
     "dpbnn.privacy.ledger": ("BudgetExceeded", "Ledger", "LedgerCorrupted"),
     "dpbnn.privacy.noise": ("NoiseSource",),
-    "dpbnn.privacy.passes": ("compare_passes",),
     "dpbnn.privacy.plan": ("ComposedPlan", "Plan", "compose", "open_plan", "plan"),
     "dpbnn.privacy.relation": ("Relation",),
     "dpbnn.privacy.sampling": ("FixedSize", "FullBatch", "Partition", "Poisson", "Sampler"),
     "dpbnn.privacy.statement": ("PrivacyStatement",),
+    "dpbnn.reproduce.dp_bbb": ("compare_passes",),
     "dpbnn.training": ("fit", "load"),
 }
 _CALLABLE = ("contributions",)  # a subpackage that is a function as well
@@ -136,9 +136,9 @@ if TYPE_CHECKING:
     )
     from dpbnn.privacy.ledger import BudgetExceeded, Ledger, LedgerCorrupted
     from dpbnn.privacy.noise import NoiseSource
-    from dpbnn.privacy.passes import compare_passes
     from dpbnn.privacy.plan import ComposedPlan, Plan, compose, open_plan, plan
     from dpbnn.privacy.relation import Relation
     from dpbnn.privacy.sampling import FixedSize, FullBatch, Partition, Poisson, Sampler
     from dpbnn.privacy.statement import PrivacyStatement
+    from dpbnn.reproduce.dp_bbb import compare_passes
     from dpbnn.training import fit, load

@@ -12,12 +12,12 @@ from sklearn.mixture import GaussianMixture as Reference
 from stepping import step
 
 import dpbnn
-from dpbnn.evaluation.mixture_error import label_posterior, mixture_error
 from dpbnn.likelihoods import Mixture
 from dpbnn.methods.method import Problem
 from dpbnn.methods.state import flat
 from dpbnn.mixtures import synthetic_mixture
 from dpbnn.privacy.noise import NoiseSource
+from dpbnn.reproduce.dp_sep import label_posterior, mixture_error
 
 TAU = math.sqrt(10)
 N = 24

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import dpbnn
-from dpbnn.evaluation.mixture_error import label_posterior, mixture_error
 from dpbnn.likelihoods import Mixture
 from dpbnn.methods.method import Problem
 from dpbnn.methods.state import flat
 from dpbnn.mixtures import synthetic_mixture
 from dpbnn.moments import MixtureMoments, Moments
 from dpbnn.moments.tilted_mixture import tilted_moments
+from dpbnn.reproduce.dp_sep import label_posterior, mixture_error
 
 TAU = math.sqrt(10)
 

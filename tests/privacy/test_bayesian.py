@@ -13,17 +13,14 @@ import dpbnn
 from dpbnn.contributions import DenseContributions
 from dpbnn.privacy.bayesian import LEVELS, BayesianAccountant
 from dpbnn.privacy.bayesian_costs import (
-    basic_composition,
     best_order,
-    group_privacy,
     left_cost,
     pair_distances,
-    protected_share,
-    right_cost,
     smallest,
     step_cost,
     upper_mean,
 )
+from dpbnn.reproduce.bayesian_dp import right_cost
 
 Q = 64 / 60_000
 
@@ -114,15 +111,6 @@ class TestTheorem3:
         turned = mixture_moment(order, rate, ratio, turned=True)
         assert turned <= left_cost(order, rate, ratio)[0] + 1e-12
         assert turned <= right_cost(order, rate, ratio)[0] + 1e-12
-
-
-def test_the_right_hand_cost_as_printed_knows_no_amplification():
-    assert left_cost(8, 0.01, 1.0)[0] == pytest.approx(0.0143, abs=1e-4)
-    assert right_cost(8, 0.01, 1.0)[0] == pytest.approx(0.596, abs=1e-3)
-    assert right_cost(8, 1.0, 1.0)[0] == left_cost(8, 1.0, 1.0)[0]
-    orders = range(1, 50)
-    printed = [10_000 * right_cost(order, Q, 1.0)[0] for order in orders]
-    assert best_order(printed, orders, 1e-5)[0] == pytest.approx(20.2, abs=0.1)
 
 
 def test_costs_are_stable_at_both_ends():
@@ -541,11 +529,3 @@ def test_attack_probability_of_both_kinds():
     assert dpbnn.attack_probability(0.2) == pytest.approx(0.550, abs=1e-3)
     assert dpbnn.attack_probability(0.0) == 0.5
     assert dpbnn.attack_probability(1e6) == 1.0
-
-
-def test_propositions():
-    assert basic_composition([(0.5, 1e-6), (0.25, 2e-6)]) == (0.75, pytest.approx(3e-6))
-    assert group_privacy(0.5, 1e-6, 3) == (1.5, pytest.approx(3e-6 * math.exp(1.5)))
-    assert protected_share(1e-10, 1e-5) == pytest.approx(0.99999)
-    with pytest.raises(ValueError, match="k=0"):
-        group_privacy(0.5, 1e-6, 0)

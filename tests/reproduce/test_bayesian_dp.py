@@ -14,11 +14,16 @@ from torch import nn
 
 import dpbnn
 from dpbnn import reproduce
-from dpbnn.contributions.masked import masked
-from dpbnn.privacy.bayesian_costs import moments_epsilon
+from dpbnn.privacy.bayesian_costs import best_order, left_cost, moments_epsilon
+from dpbnn.reproduce.bayesian_dp import (
+    basic_composition,
+    group_privacy,
+    protected_share,
+    right_cost,
+)
 from dpbnn.reproduce.bayesian_dp_runs import last_layer, paper_protocol, tutorial_cnn
 from dpbnn.reproduce.command import reproduce_command
-from dpbnn.reproduce.masked_sgd import MaskedSGD
+from dpbnn.reproduce.masked_sgd import MaskedSGD, masked
 from dpbnn.reproduce.sampled_vi import SampledVI
 
 QUICK = reproduce.Settings(quick=True)
@@ -56,6 +61,23 @@ class TestFigures:
 
     def test_the_moments_accountant_of_the_figures(self):
         assert moments_epsilon(1.0, 64 / 60_000, 10_000, 1e-5) == pytest.approx(1.1065, abs=1e-4)
+
+
+class TestFormulas:
+    def test_the_right_hand_cost_as_printed_knows_no_amplification(self):
+        assert left_cost(8, 0.01, 1.0)[0] == pytest.approx(0.0143, abs=1e-4)
+        assert right_cost(8, 0.01, 1.0)[0] == pytest.approx(0.596, abs=1e-3)
+        assert right_cost(8, 1.0, 1.0)[0] == left_cost(8, 1.0, 1.0)[0]
+        orders = range(1, 50)
+        printed = [10_000 * right_cost(order, 64 / 60_000, 1.0)[0] for order in orders]
+        assert best_order(printed, orders, 1e-5)[0] == pytest.approx(20.2, abs=0.1)
+
+    def test_propositions(self):
+        assert basic_composition([(0.5, 1e-6), (0.25, 2e-6)]) == (0.75, pytest.approx(3e-6))
+        assert group_privacy(0.5, 1e-6, 3) == (1.5, pytest.approx(3e-6 * math.exp(1.5)))
+        assert protected_share(1e-10, 1e-5) == pytest.approx(0.99999)
+        with pytest.raises(ValueError, match="k=0"):
+            group_privacy(0.5, 1e-6, 0)
 
 
 class TestFiles:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from dpbnn.data.cells import Cells
-from dpbnn.data.table import MISSING, TableError, cell, codes, numbers, shown
+from dpbnn.data.faults import Fault
+from dpbnn.data.table import MISSING, Held, TableError, cell, codes, numbers, shown
 
-__all__ = ["Column", "Fault"]
+__all__ = ["Column", "cut"]
 
 _RULES = {
     "numeric": ("refuse", "middle", "indicator"),
@@ -22,21 +23,6 @@ _RULES = {
 }
 _THOUSANDS = re.compile(r"[+-]?\d{1,3},\d{3}")  # of which nobody knows what the comma means
 _NO_TARGET = "fill it in, or delete the row: training and evaluation need every target"
-Raw = np.ndarray | list[str] | Cells
-
-
-class Fault(NamedTuple):
-    """Rows of a column that cannot be used.
-
-    Attributes:
-        rows: which they are.
-        why: what is wrong with a value among them and how to mend it, without quoting it.
-        absent: whether there is no value that could be quoted.
-    """
-
-    rows: np.ndarray
-    why: Callable[[Any], str]
-    absent: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +109,7 @@ class Column:
         return low / 2 + high / 2, high / 2 - low / 2
 
     def encode(
-        self, raw: Raw, missing: frozenset[str] = MISSING, out: np.ndarray | None = None
+        self, raw: Held, missing: frozenset[str] = MISSING, out: np.ndarray | None = None
     ) -> tuple[np.ndarray, list[Fault]]:
         """Return the encoded columns [rows, features] and what is wrong with which rows.
 
@@ -135,13 +121,7 @@ class Column:
         if out is None:
             out = np.zeros((len(raw), len(self.features)), dtype=np.float32)
         if self.kind == "numeric":
-            repeated = raw.distinct() if isinstance(raw, Cells) else None
-            if repeated is None:
-                texts = raw.tolist() if isinstance(raw, Cells) else raw
-                return out, self._encode_numbers(texts, out, missing)
-            few, faults = self.encode(repeated[0], missing)
-            out[:] = few[repeated[1]]
-            return out, [fault._replace(rows=fault.rows[repeated[1]]) for fault in faults]
+            return out, self._encode_numbers(raw, out, missing)
         code = self._codes(raw, missing)
         width = len(self.features)
         declared = len(self.categories or ())
@@ -157,7 +137,7 @@ class Column:
         return out, faults
 
     def classes(
-        self, raw: Raw, missing: frozenset[str] = MISSING
+        self, raw: Held, missing: frozenset[str] = MISSING
     ) -> tuple[np.ndarray, list[Fault]]:
         """Return class numbers (int64) and what is wrong with which rows."""
         if self.cuts is not None:
@@ -169,13 +149,15 @@ class Column:
         return np.maximum(code, 0), [*faults, *_absent(code == -1, _NO_TARGET)]
 
     def targets(
-        self, raw: Raw, missing: frozenset[str] = MISSING
+        self, raw: Held, missing: frozenset[str] = MISSING
     ) -> tuple[np.ndarray, list[Fault]]:
         """Return scaled targets and what is wrong with which rows."""
         values, faults = self.scaled(raw, missing)
         return np.nan_to_num(values), [*faults, *_absent(np.isnan(values), _NO_TARGET)]
 
-    def scaled(self, raw: Raw, missing: frozenset[str] = MISSING) -> tuple[np.ndarray, list[Fault]]:
+    def scaled(
+        self, raw: Held, missing: frozenset[str] = MISSING
+    ) -> tuple[np.ndarray, list[Fault]]:
         """Return numbers clipped to the bounds and scaled to [-1, 1], NaN where missing."""
         values, faults = self._numbers(raw, missing)
         assert self.bounds is not None
@@ -184,7 +166,7 @@ class Column:
         values = (np.log1p(values) if self.log else values) - middle
         return np.clip(values / half, -1.0, 1.0), faults
 
-    def _encode_numbers(self, raw: Raw, out: np.ndarray, missing: frozenset[str]) -> list[Fault]:
+    def _encode_numbers(self, raw: Held, out: np.ndarray, missing: frozenset[str]) -> list[Fault]:
         values, faults = self.scaled(raw, missing)
         absent = np.isnan(values)
         if self.missing == "refuse":
@@ -196,7 +178,7 @@ class Column:
             out[:, 1] = absent
         return faults
 
-    def _numbers(self, raw: Raw, missing: frozenset[str]) -> tuple[np.ndarray, list[Fault]]:
+    def _numbers(self, raw: Held, missing: frozenset[str]) -> tuple[np.ndarray, list[Fault]]:
         values, unread = numbers(raw, missing)
         infinite = np.isinf(values)
         if unread is None and not infinite.any():
@@ -204,7 +186,7 @@ class Column:
         bad = infinite if unread is None else infinite | unread
         return np.where(bad, np.nan, values), [Fault(bad, _no_number)]
 
-    def _codes(self, raw: Raw, missing: frozenset[str]) -> np.ndarray:
+    def _codes(self, raw: Held, missing: frozenset[str]) -> np.ndarray:
         return codes(raw, {c: i for i, c in enumerate(self.categories or ())}, missing)
 
     def _unknown(self, code: np.ndarray, cure: str) -> list[Fault]:
@@ -244,7 +226,7 @@ class Column:
             isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0,
             "has no categories; give categories = [...], from public knowledge",
         )
-        object.__setattr__(self, "categories", labels(self.name, given or ()))
+        object.__setattr__(self, "categories", _labels(self.name, given or ()))
         for rule, taken in (("other", self.other), ("missing", self.missing == "category")):
             self._need(
                 not (taken and rule in (self.categories or ())),
@@ -254,6 +236,25 @@ class Column:
     def _need(self, condition: Any, problem: str) -> None:
         if not condition:
             raise TableError(f"schema, column {self.name!r}: {problem}")
+
+
+def cut(name: str, cuts: tuple[float, ...], classes: tuple[Any, ...]) -> Column:
+    """Return a target whose classes are ranges of a numeric column.
+
+    Args:
+        name: of the column.
+        cuts: rising numbers; a value belongs to the first class whose cut it does not exceed.
+        classes: one name more than there are cuts.
+    """
+    rising = all(a < b for a, b in itertools.pairwise(cuts))
+    if len(classes) != len(cuts) + 1 or not rising:
+        raise TableError(
+            f"schema, target {name!r}: cuts = {list(cuts)} with {len(classes)} classes; give "
+            f"rising cuts and one class more than cuts"
+        )
+    column = Column(name, "numeric", cuts=tuple(float(c) for c in cuts))
+    object.__setattr__(column, "categories", _labels(name, classes))
+    return column
 
 
 def _absent(absent: np.ndarray, cure: str) -> list[Fault]:
@@ -277,7 +278,7 @@ def _no_number(value: Any) -> str:
     return "is not a number; correct it, or declare the column with categories in the schema"
 
 
-def labels(name: str, given: Sequence[Any]) -> tuple[str, ...]:
+def _labels(name: str, given: Sequence[Any]) -> tuple[str, ...]:
     """Return declared categories as text, each there once."""
     try:
         texts = [cell(category) or "" for category in given]

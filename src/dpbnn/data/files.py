@@ -48,7 +48,7 @@ def read_table(
     progress: bool | None = None,
     on_bad_rows: str = "error",
 ) -> Table:
-    """Read a table from a file: CSV (.gz too), Parquet (with pyarrow), .npy or .npz.
+    """Read a table from a file: CSV (.gz too), Parquet, .npy or .npz.
 
     In text, spaces around values are taken off, empty lines are passed over, and lines may end in
     any way. Arrays in .npy are memory-mapped, so they can be larger than memory.
@@ -169,12 +169,8 @@ def _text(
 
 
 def _parquet(path: Path, names: Sequence[str] | None, on_bad_rows: str) -> Table:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise TableError(
-            f"{path}: reading Parquet needs pyarrow; pip install pyarrow, or save the table as CSV"
-        ) from None
+    import pyarrow.parquet
+
     try:
         columns = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError):

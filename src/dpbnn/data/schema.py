@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import tomllib
 import warnings
@@ -13,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tomli_w
 
-from dpbnn.data import toml
-from dpbnn.data.column import Column, Fault, labels
+from dpbnn.data.column import Column, cut
+from dpbnn.data.faults import Fault, Faults, bad_rows
 from dpbnn.data.learned import distinct, learned_column
 from dpbnn.data.table import Table, TableError, TableWarning, as_table, codes, numbers
 from dpbnn.messages import check_on_bad_rows
@@ -24,8 +24,6 @@ __all__ = ["Schema"]
 
 _CHUNK = 4_000_000  # numbers encoded at once
 _LOOK = 128  # rows looked at at once, until what is looked for is found
-_NAMED = 3  # columns that a message speaks of
-_HINT = "on_bad_rows='show' or 'dpbnn schema check --show-values' names the row and the value"
 _COLUMN_KEYS = ("kind", "bounds", "categories", "missing", "other", "log")
 _TARGET_KEYS = ("name", "classes", "bounds", "cuts")
 _KEYS = ("task", "public", "target", "columns", "ignore")
@@ -132,7 +130,7 @@ class Schema:
     def to_toml(self) -> str:
         """Return the schema as TOML; `read` and `from_toml` give it back."""
         note = "" if self.public else "# Learned from the data: NOT PRIVATE.\n"
-        return note + toml.dumps(self.to_dict())
+        return note + _toml(self.to_dict())
 
     @classmethod
     def draft(cls, table: Any, target: str) -> str:
@@ -167,7 +165,7 @@ class Schema:
                 "# The names of the columns are the first line of the table. If that line is a\n"
                 "# record, delete this file, which then quotes it, and give names (--names).\n"
             )
-        return notes + toml.dumps({"target": {"name": target, **key}, "columns": columns})
+        return f"{notes}\n{_toml({'target': {'name': target, **key}, 'columns': columns})}"
 
     @classmethod
     def learned(cls, table: Any, target: str, task: str | None = None) -> Schema:
@@ -309,7 +307,7 @@ class Schema:
 
     def _fill(self, table: Table, x: np.ndarray, y: np.ndarray | None, on_bad_rows: str) -> None:
         step = max(1, _CHUNK // max(1, x.shape[1]))
-        found = _Faults(table, on_bad_rows)
+        found = Faults(table, on_bad_rows)
         for start in range(0, table.n, step):
             part = table.rows(start, start + step)
             bad = np.zeros(part.n, dtype=bool)
@@ -319,12 +317,12 @@ class Schema:
                 width = len(column.features)
                 block = x[start : start + part.n, first : first + width]
                 _, faults = column.encode(raw, part.missing, block)
-                bad |= found.add(part, column, raw, faults)
+                bad |= found.add(part, column.name, raw, faults)
                 first += width
             if y is not None:
                 raw = part.column(self.target.name)
                 values, faults = self._targets(raw, part.missing)
-                bad |= found.add(part, self.target, raw, faults)
+                bad |= found.add(part, self.target.name, raw, faults)
                 y[start : start + part.n] = values
             if bad.any():
                 x[start : start + part.n][bad] = np.nan
@@ -373,57 +371,13 @@ class Schema:
         values = table.column(self.target.name)
         for start in range(0, table.n, _LOOK):
             code, faults = self._targets(values[start : start + _LOOK], table.missing)
-            seen.update(code[~_any(len(code), faults)].tolist())
+            seen.update(code[~bad_rows(len(code), faults)].tolist())
             if len(seen) > 1:
                 return
         raise TableError(
             f"{table.source}: target {self.target.name!r} has one class in every row; training "
             f"needs rows of 2 classes or more"
         )
-
-
-class _Faults:
-    """What is wrong with a table: counted by column, or shown at the first bad value."""
-
-    def __init__(self, table: Table, on_bad_rows: str) -> None:
-        self.source, self.on_bad_rows = table.source, on_bad_rows
-        self.counts: Counter[str] = Counter()
-        self.reasons: dict[str, str] = {}
-
-    def add(self, part: Table, column: Column, raw: Any, faults: list[Fault]) -> np.ndarray:
-        """Note the faults of a part of a column, and return which rows are bad."""
-        bad = _any(part.n, faults)
-        if not faults or self.on_bad_rows == "zero":
-            return bad
-        row = int(np.flatnonzero(bad)[0])
-        fault = next(fault for fault in faults if fault.rows[row])
-        why = fault.why(raw[row])
-        if self.on_bad_rows == "show":
-            value = "a value" if fault.absent else repr(str(raw[row]))
-            raise TableError(f"{part.where(row)}, column {column.name!r}: {value} {why}")
-        self.counts[column.name] += int(bad.sum())
-        self.reasons.setdefault(column.name, why)
-        return bad
-
-    def refuse(self) -> None:
-        """Raise where something was wrong: which columns, how often, and one reason for each."""
-        if not self.counts:
-            return
-        parts = [
-            f"column {name!r}: {self.counts[name]} value{'s' * (self.counts[name] != 1)} cannot be "
-            f"used; one {why}"
-            for name, why in itertools.islice(self.reasons.items(), _NAMED)
-        ]
-        more = len(self.counts) - len(parts)
-        ending = f"; {more} more columns" if more else ""
-        raise TableError(f"{self.source}, {'; '.join(parts)}{ending} ({_HINT})")
-
-
-def _any(n: int, faults: list[Fault]) -> np.ndarray:
-    bad = np.zeros(n, dtype=bool)
-    for fault in faults:
-        bad |= fault.rows
-    return bad
 
 
 def _all_missing(column: Column, table: Table) -> bool:
@@ -443,9 +397,9 @@ def _all_missing(column: Column, table: Table) -> bool:
 
 def _column(name: str, values: Any) -> Column:
     if not isinstance(values, Mapping):
+        section = tomli_w.dumps({"columns": {name: {}}}).strip()
         raise TableError(
-            f"schema, column {name!r}: must be a table; write [columns.{toml.key(name)}] with "
-            f"bounds or categories"
+            f"schema, column {name!r}: must be a table; write {section} with bounds or categories"
         )
     _keys(f"schema, column {name!r}", values, _COLUMN_KEYS)
     return Column(name, **{key: _tuple(value) for key, value in values.items()})
@@ -464,25 +418,6 @@ def _target(values: Mapping[str, Any]) -> Column:
     return cut(name, cuts, classes or ())
 
 
-def cut(name: str, cuts: tuple[float, ...], classes: tuple[Any, ...]) -> Column:
-    """Return a target whose classes are ranges of a numeric column.
-
-    Args:
-        name: of the column.
-        cuts: rising numbers; a value belongs to the first class whose cut it does not exceed.
-        classes: one name more than there are cuts.
-    """
-    rising = all(a < b for a, b in itertools.pairwise(cuts))
-    if len(classes) != len(cuts) + 1 or not rising:
-        raise TableError(
-            f"schema, target {name!r}: cuts = {list(cuts)} with {len(classes)} classes; give "
-            f"rising cuts and one class more than cuts"
-        )
-    column = Column(name, "numeric", cuts=tuple(float(c) for c in cuts))
-    object.__setattr__(column, "categories", labels(name, classes))
-    return column
-
-
 def _values(column: Column) -> dict[str, Any]:
     given = {
         field.name: getattr(column, field.name)
@@ -491,6 +426,12 @@ def _values(column: Column) -> dict[str, Any]:
     }
     given.pop("kind")
     return {key: list(v) if isinstance(v, tuple) else v for key, v in given.items()}
+
+
+def _toml(values: Mapping[str, Any]) -> str:
+    """Return values as TOML, every list on one line; no text holds a line end, they are escaped."""
+    text = tomli_w.dumps(values, indent=0)
+    return text.replace("[\n", "[").replace(",\n]", "]").replace(",\n", ", ")
 
 
 def _tuple(value: Any) -> Any:

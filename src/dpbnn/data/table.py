@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from dpbnn.data.cells import Cells
 from dpbnn.messages import unquoted
 
 __all__ = ["MISSING", "Table", "TableError", "TableWarning", "as_table", "shown"]
 
 MISSING = frozenset({"", "?", "NA", "N/A", "NaN", "nan", "null", "NULL"})
 """Texts that stand for a missing value, unless a schema declares them as a category."""
+Held = np.ndarray | list[str] | pa.Array
+"""A column as a table holds it; text files are held as Arrow strings."""
 
 
 class TableError(ValueError):
@@ -36,7 +38,7 @@ class Table(Mapping[str, np.ndarray]):
     that what a column is taken for never depends on the values in it.
 
     Args:
-        columns: arrays of numbers; arrays, lists or cells of text, in arrays with None.
+        columns: arrays of numbers; arrays, lists or Arrow arrays of text; None only in arrays.
         source: what errors call the table.
         lines: for every row its line in the file, if it came from a text file.
         missing: texts that stand for a missing value.
@@ -47,7 +49,7 @@ class Table(Mapping[str, np.ndarray]):
 
     def __init__(
         self,
-        columns: Mapping[str, np.ndarray | list[str] | Cells],
+        columns: Mapping[str, Held],
         *,
         source: str = "the table",
         lines: Sequence[int] | np.ndarray | None = None,
@@ -96,10 +98,10 @@ class Table(Mapping[str, np.ndarray]):
     def raw(self, name: str) -> np.ndarray:
         """Return a column as it was given, as an array."""
         values = self.column(name)
-        return values if isinstance(values, np.ndarray) else np.array([*values], dtype=object)
+        return values if isinstance(values, np.ndarray) else np.array(_list(values), dtype=object)
 
-    def column(self, name: str) -> np.ndarray | list[str] | Cells:
-        """Return a column as it is held: text of a file as a list or cells, without copying."""
+    def column(self, name: str) -> Held:
+        """Return a column as it is held, without copying."""
         if name not in self._columns:
             raise TableError(
                 f"{self.source}: has no column {name!r}, but {self.listed()}; correct the name"
@@ -154,23 +156,22 @@ class Table(Mapping[str, np.ndarray]):
         return like
 
 
-def numbers(
-    raw: np.ndarray | list[str] | Cells, missing: frozenset[str] = MISSING
-) -> tuple[np.ndarray, np.ndarray | None]:
+def numbers(raw: Held, missing: frozenset[str] = MISSING) -> tuple[np.ndarray, np.ndarray | None]:
     """Return a column as float64 with NaN for missing, and which values are no numbers, if any."""
     if isinstance(raw, np.ndarray) and raw.dtype.kind in "biuf":
         return np.asarray(raw, dtype=np.float64), None
-    if isinstance(raw, Cells) and (repeated := raw.distinct()) is not None:
-        own, at = repeated
-        values, unreadable = numbers(own, missing)
+    if isinstance(raw, pa.Array):
+        if not any(map(_finite, missing)):
+            try:
+                values = np.from_dlpack(raw.cast(pa.float64()))
+                if not np.isnan(values).any():  # Arrow reads "nan(x)" too
+                    return values, None
+            except pa.ArrowException:  # a missing value, text, or digits that Arrow does not know
+                pass
+        texts, at = _distinct(raw)
+        values, unreadable = numbers(texts, missing)
         return values[at], None if unreadable is None else unreadable[at]
-    texts = raw if isinstance(raw, list) else raw.tolist()
-    if not any(map(_finite, missing)):
-        try:
-            if "_" not in "".join(texts):
-                return np.fromiter(map(float, texts), np.float64, len(texts)), None
-        except (TypeError, ValueError):  # a missing value, or text
-            pass
+    texts = _list(raw)
     known = {text: math.nan if text in missing else _number(text) for text in set(texts)}
     found = [known[text] for text in texts]
     unreadable = np.fromiter((value is None for value in found), bool, len(found))
@@ -179,7 +180,7 @@ def numbers(
 
 
 def codes(
-    raw: np.ndarray | list[str] | Cells,
+    raw: Held,
     categories: Mapping[str, int],
     missing: frozenset[str] = MISSING,
 ) -> np.ndarray:
@@ -189,22 +190,12 @@ def codes(
         texts = [cell(value) for value in distinct.tolist()]
         own = np.array([_code(text, categories, missing) for text in texts] or [-1], dtype=np.int64)
         return own[positions]
-    if isinstance(raw, Cells) and (repeated := raw.distinct()) is not None:
-        return codes(repeated[0], categories, missing)[repeated[1]]
-    texts = raw if isinstance(raw, list) else raw.tolist()
-    known = _Codes(categories, missing)
+    if isinstance(raw, pa.Array):
+        own, at = _distinct(raw)
+        return codes(own, categories, missing)[at]
+    texts = _list(raw)
+    known = {text: _code(text, categories, missing) for text in set(texts)}
     return np.fromiter(map(known.__getitem__, texts), np.int64, len(texts))
-
-
-class _Codes(dict[str | None, int]):
-    """Codes of texts, found when a text comes for the first time."""
-
-    def __init__(self, categories: Mapping[str, int], missing: frozenset[str]) -> None:
-        self.categories, self.missing = categories, missing
-
-    def __missing__(self, text: str | None) -> int:
-        code = self[text] = _code(text, self.categories, self.missing)
-        return code
 
 
 def shown(names: Sequence[str], most: int = 8) -> str:
@@ -368,8 +359,21 @@ def _finite(text: str) -> bool:
     return number is not None and math.isfinite(number)
 
 
-def _text(raw: np.ndarray | list[str] | Cells, missing: frozenset[str]) -> np.ndarray:
-    return np.array([None if v in missing else v for v in raw], dtype=object)
+def _distinct(texts: pa.Array) -> tuple[list[str], np.ndarray]:
+    """Return the distinct texts, and for every row which of them it holds.
+
+    `to_numpy` in place of DLPack would import pandas where it is installed.
+    """
+    coded = texts.dictionary_encode()
+    return coded.dictionary.to_pylist(), np.from_dlpack(coded.indices)
+
+
+def _list(raw: Held) -> list[Any]:
+    return raw if isinstance(raw, list) else raw.tolist()
+
+
+def _text(raw: Held, missing: frozenset[str]) -> np.ndarray:
+    return np.array([None if v in missing else v for v in _list(raw)], dtype=object)
 
 
 def _code(text: str | None, categories: Mapping[str, int], missing: frozenset[str]) -> int:

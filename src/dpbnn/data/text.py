@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
+import pyarrow as pa
 
-from dpbnn.data import cells
-from dpbnn.data.cells import Block
 from dpbnn.data.table import Table, TableError, unique
 from dpbnn.messages import alone
 
@@ -21,6 +21,7 @@ __all__ = ["SEPARATORS", "parse"]
 SEPARATORS = (",", ";", "\t")
 _SAMPLE = 50  # lines from which the separator is found
 _BLOCK = 1 << 22  # characters that are cut at once
+_TEXT = pa.large_string()
 _SPACES = " \t\v\f\x1c\x1d\x1e\x1f"
 
 
@@ -38,14 +39,15 @@ def parse(
 ) -> Table:
     """Return the table in a text file; the arguments are those of `dpbnn.data.read_table`.
 
-    Lines are cut in large blocks. From the first block on that holds a quote, an empty line or a
-    line of another length between others, they go through the csv module one by one.
+    Arrow cuts the lines in large blocks. From the first block on that holds a quote, an empty line
+    or a line of another length, the csv module reads line by line: it knows broken quotes, and
+    where a bad line is.
     """
     lines = _clean(path, file, comment, on_bad_rows)
     sample = list(itertools.islice(lines, _SAMPLE))
     separator = separator or _sniff(sample)
     text = "".join(sample)
-    plain = separator != " " and comment is None and '"' not in text and bool(text.strip())
+    plain = separator != " " and '"' not in text and bool(text.strip())
     every = sample if plain else itertools.chain(sample, lines)
     rows = _rows(path, every, separator, on_bad_rows=on_bad_rows)
     begin, top = next(rows, (0, []))
@@ -53,40 +55,35 @@ def parse(
         raise TableError(f"{path}: is empty; give a table with a header and rows")
     named = names is not None or not header
     own = _names(path, top, header, names, named or on_bad_rows == "show")
-    columns: list[list[str]] = [[] for _ in own]
+    parts: list[list[pa.Array]] = []
     numbers: list[np.ndarray] = []
 
     def add(rows: Iterable[tuple[int, list[str]]]) -> None:
-        found = [*_of_width(path, rows, len(own), on_bad_rows)]
-        numbers.append(np.array([line for line, _ in found], dtype=np.int64))
-        for column, values in zip(
-            columns, zip(*(row for _, row in found), strict=True), strict=False
-        ):
-            column.extend(map(str.strip, values))
+        if found := [*_of_width(path, rows, len(own), on_bad_rows)]:
+            numbers.append(np.array([line for line, _ in found], dtype=np.int64))
+            columns = zip(*(row for _, row in found), strict=True)
+            parts.append([_texts(map(str.strip, column)) for column in columns])
 
     add(rows if header else itertools.chain([(begin, top)], rows))
-    blocks: list[Block] = []
-    if plain:
-        before = len(sample)
-        while block := file.read(_BLOCK) + file.readline():
-            cut = _cut(block, separator, len(own))
-            if cut is None:
-                _extend(columns, blocks)
-                rest = itertools.chain(io.StringIO(block, newline=""), file)
-                rest = _clean(path, rest, None, on_bad_rows)
-                add(_rows(path, rest, separator, before, on_bad_rows))
-                break
-            blocks.append(cut)
-            numbers.append(np.arange(before + 1, before + len(cut.starts) + 1))
-            before += len(cut.starts) - 1 + _line_ends(block).count("\n")
-    if not (columns[0] or blocks):
+    before = len(sample)
+    while plain and (block := file.read(_BLOCK) + file.readline()):
+        cut = None if _commented(block, comment) else _cut(block, separator, len(own))
+        if cut is None:
+            rest = itertools.chain(io.StringIO(block, newline=""), file)
+            clean = _clean(path, rest, comment, on_bad_rows)
+            add(_rows(path, clean, separator, before, on_bad_rows))
+            break
+        parts.append(cut)
+        count = len(cut[0])
+        numbers.append(np.arange(before + 1, before + count + 1))
+        before += count - 1 + len(_line_ends(block).splitlines())
+    if not parts:
         raise TableError(f"{path}: has a header and no rows; give at least one row")
+    columns = [pa.concat_arrays(column) for column in zip(*parts, strict=True)]
     if decimal == ",":
-        _extend(columns, blocks)
-        columns = [[*map(_point, column)] for column in columns]
-    texts: Sequence[Any] = cells.columns([Block.of(columns), *blocks]) if blocks else columns
+        columns = [_texts(map(_point, column.to_pylist())) for column in columns]
     where = np.concatenate(numbers)
-    held = dict(zip(own, texts, strict=True))
+    held = dict(zip(own, columns, strict=True))
     return Table(held, source=str(path), lines=where, missing=missing, named=named)
 
 
@@ -175,31 +172,42 @@ def _where(line: int, on_bad_rows: str) -> str:
     return f"line {line}" if on_bad_rows == "show" else "one line"
 
 
-def _cut(block: str, separator: str, width: int) -> Block | None:
-    """Return the cells of whole lines, or None where they need a closer look."""
-    if width == 1 or '"' in block or "\0" in block:
+def _cut(block: str, separator: str, width: int) -> list[pa.Array] | None:
+    """Return the columns of whole lines, or None where they need a closer look.
+
+    Arrow would drop a byte order mark, and takes no notice of broken quotes.
+    """
+    body = block.removesuffix(_line_ends(block))
+    if width == 1 or not body or body[0] == "\ufeff" or '"' in body or "\0" in body:
         return None
-    left = _line_ends(block)
-    data = block.encode()
-    code = np.frombuffer(data, dtype=np.uint8)[: len(data) - len(left)]
-    stops = code == ord(separator)
-    stops |= code == ord("\n")
-    stop = np.flatnonzero(stops)
-    lines, rest = divmod(len(stop) + 1, width)
-    last = code[stop] == ord("\n")
-    if rest or np.count_nonzero(last) != lines - 1 or not last[width - 1 :: width].all():
+    import pyarrow.compute as pc  # slow to import, and only text files need it
+    from pyarrow import csv as arrow_csv
+
+    data = body.encode()
+    names = [str(i) for i in range(width)]
+    try:
+        table = arrow_csv.read_csv(
+            pa.BufferReader(data),
+            arrow_csv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=names),
+            arrow_csv.ParseOptions(delimiter=separator, quote_char=False, ignore_empty_lines=False),
+            arrow_csv.ConvertOptions(
+                check_utf8=False, column_types=dict.fromkeys(names, _TEXT), null_values=[]
+            ),
+        )
+    except pa.ArrowException:  # a line of another length; its text quotes the line
         return None
-    bounds = np.empty(len(stop) + 2, np.int32 if len(code) < 2**31 else np.int64)
-    bounds[0], bounds[1:-1], bounds[-1] = -1, stop, len(code)
-    starts, ends = (bounds[:-1] + 1).reshape(lines, width), bounds[1:].reshape(lines, width)
-    if "\r" in block:
-        before = code[ends[:-1, -1] - 1] == ord("\r")
-        ends[:-1, -1] -= before
-        found = np.count_nonzero(code == ord("\r"))
-        if found > np.count_nonzero(before) or "\r" in left.replace("\r\n", ""):
-            return None
-    spaced = not block.isascii() or any(c in block for c in _SPACES if c != separator)
-    return Block(data, starts, ends, spaced)
+    columns = [column.combine_chunks() for column in table.columns]
+    sizes = functools.reduce(pc.add, map(pc.binary_length, columns))
+    if pc.min(sizes).as_py() == 0:  # an empty line, perhaps
+        return None
+    if not body.isascii() or any(c in body for c in _SPACES if c != separator):
+        columns = [pc.utf8_trim_whitespace(column) for column in columns]
+    return columns
+
+
+def _commented(block: str, comment: str | None) -> bool:
+    """Return whether a line of a block begins with the mark of a comment."""
+    return bool(comment) and any(f"{end}{comment}" in f"\n{block}" for end in "\r\n")
 
 
 def _line_ends(block: str) -> str:
@@ -210,12 +218,12 @@ def _line_ends(block: str) -> str:
     return block[size:]
 
 
-def _extend(columns: list[list[str]], blocks: list[Block]) -> None:
-    """Move the texts of blocks to the end of lists."""
-    for block in blocks:
-        for column, texts in zip(columns, block.lists(), strict=True):
-            column.extend(texts)
-    blocks.clear()
+def _texts(values: Iterable[str]) -> pa.Array:
+    """Return texts as an Arrow array; `pa.array` would import pandas where it is installed."""
+    data = [value.encode() for value in values]
+    ends = np.cumsum([0, *map(len, data)], dtype=np.int64)
+    buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(data))]
+    return pa.Array.from_buffers(_TEXT, len(data), buffers)
 
 
 def _sniff(sample: list[str]) -> str:

@@ -8,7 +8,6 @@ from dpbnn.evaluation.classification import (
     ece,
     global_gap,
     mce,
-    mce_dropped_bins,
     nll,
     reliability,
 )
@@ -46,7 +45,6 @@ __all__ = [
     "interval_coverage",
     "log_likelihood",
     "mce",
-    "mce_dropped_bins",
     "nll",
     "ood_auroc",
     "pit",

@@ -18,7 +18,6 @@ __all__ = [
     "ece",
     "global_gap",
     "mce",
-    "mce_dropped_bins",
     "nll",
     "reliability",
 ]
@@ -109,22 +108,6 @@ def global_gap(predictive: Any, y: Any) -> float:
     return _value(global_gaps, Classified.of(predictive, y))
 
 
-def mce_dropped_bins(predictive: Any, y: Any, bins: int = 20, *, signed: bool = False) -> float:
-    """Return what the DP-BNN paper's code reports as "MCE": max_b |centre_b - accuracy_b|.
-
-    Bins that are empty are left out, and so are those in which no prediction is right; NaN if none
-    is left. The centre of a bin stands for its confidence.
-
-    Args:
-        predictive: a `ClassPredictive`, or probabilities [N, K].
-        y: labels [N], from 0 to K - 1.
-        bins: number of bins of equal width.
-        signed: max_b (centre_b - accuracy_b), over-confidence alone, as in the paper's BBP code.
-    """
-    c = Classified.of(predictive, y)
-    return _value(lambda c, sums: dropped_mces(c, sums, bins, signed), c)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reliability:
     """Confidence against accuracy by bin.
@@ -206,16 +189,6 @@ def classwise_eces(c: Classified, sums: Sums, bins: int) -> Floats:
 def global_gaps(c: Classified, sums: Sums) -> Floats:
     """Return |accuracy - mean confidence| of every resample."""
     return np.abs(sums.mean(c.hit - c.confidence))
-
-
-def dropped_mces(c: Classified, sums: Sums, bins: int, signed: bool = False) -> Floats:
-    """Return the paper's "MCE" of every resample."""
-    edges = even_edges(bins)
-    slot = slots_of(c.confidence, edges)
-    right, counts = sums(c.hit, slot, bins), sums(np.ones(len(c)), slot, bins)
-    gap = (edges[1:] + edges[:-1]) / 2 - right / np.maximum(counts, 1)
-    worst = np.where(right > 0, gap if signed else np.abs(gap), -np.inf).max(1)
-    return np.where(np.isfinite(worst), worst, np.nan)
 
 
 def even_edges(bins: int) -> Floats:

@@ -45,8 +45,8 @@ class Evaluation:
         task: "classification" or "regression".
         n: number of records.
         metrics: by name, in the order of the table. Classification: accuracy, nll, brier, ece,
-            ece_mass, mce, classwise_ece, global_gap, mce_dropped_bins, aurc. Regression: rmse,
-            log_likelihood, crps.
+            ece_mass, mce, classwise_ece, global_gap, aurc. Regression: rmse, log_likelihood,
+            crps.
         level: probability of the bootstrap intervals.
         reliability: confidence against accuracy, in 15 bins of equal width (classification).
         confidence_histogram: of the largest probability, in 20 bins (classification).
@@ -105,7 +105,7 @@ class Evaluation:
         lines = [
             f"{self.task.capitalize()} on {self.n} records, {self.level:.0%} bootstrap intervals"
         ]
-        lines += [f"  {LABELS[name]:<38}{metric}" for name, metric in self.metrics.items()]
+        lines += [f"  {LABELS.get(name, name):<38}{m}" for name, m in self.metrics.items()]
         for row in self.coverage:
             share = Metric(row.observed, row.low, row.high)
             name = f"{row.nominal:.0%} interval, coverage"
@@ -122,7 +122,6 @@ LABELS = {
     "mce": "maximum calibration error (MCE)",
     "classwise_ece": "classwise calibration error",
     "global_gap": "|accuracy - mean confidence|",
-    "mce_dropped_bins": "MCE with dropped bins (20 bins)",
     "aurc": "area under risk-coverage (AURC)",
     "rmse": "root mean squared error (RMSE)",
     "log_likelihood": "log-likelihood per record",
@@ -170,7 +169,6 @@ def _classification(c: Classified, options: dict[str, Any]) -> Evaluation:
         "mce": lambda sums: classification.mces(c, sums, width),
         "classwise_ece": lambda sums: classification.classwise_eces(c, sums, 15),
         "global_gap": lambda sums: classification.global_gaps(c, sums),
-        "mce_dropped_bins": lambda sums: classification.dropped_mces(c, sums, 20),
         "aurc": lambda sums: selective.aurcs(c, sums),
     }
     curve = selective.risk_coverage_of(c, "confidence")

@@ -73,9 +73,6 @@ _MEANINGS = {
     "global_gap": Meaning(
         "global gap", "mean confidence against accuracy, over all records at once", "lower"
     ),
-    "mce_dropped_bins": Meaning(
-        "MCE with dropped bins", "the DP-BNN paper's variant: bins with no right answer left out"
-    ),
     "aurc": Meaning("AURC", "mean error while answering the most certain first", "lower"),
     "rmse": Meaning("RMSE", "root of the mean squared error, in units of the target", "lower"),
     "log_likelihood": Meaning(

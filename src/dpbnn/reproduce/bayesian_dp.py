@@ -1,11 +1,17 @@
-"""Bayesian Differential Privacy for Machine Learning (Triastcyn and Faltings 2020)."""
+"""Bayesian Differential Privacy for Machine Learning (Triastcyn and Faltings 2020).
+
+The paper's figures, and those of its formulas that the library itself does not use. The trained
+models are in `bayesian_dp_runs`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
+from scipy.special import gammaln, logsumexp
 
 from dpbnn.privacy.accountants import accountant
 from dpbnn.privacy.bayesian_costs import (
@@ -20,7 +26,16 @@ from dpbnn.privacy.events import Event
 from dpbnn.reproduce.bayesian_dp_runs import cifar10, mnist, vi
 from dpbnn.reproduce.result import Curve, Figure, Result, Settings
 
-__all__ = ["ITEMS", "fig1", "fig2", "fig3"]
+__all__ = [
+    "ITEMS",
+    "basic_composition",
+    "fig1",
+    "fig2",
+    "fig3",
+    "group_privacy",
+    "protected_share",
+    "right_cost",
+]
 
 DELTA = 1e-5
 ORDERS = range(1, 257)
@@ -159,6 +174,56 @@ def _disjoint(gram: np.ndarray, clip: float) -> np.ndarray:
             for i in range(halves)
         ]
     )
+
+
+def right_cost(order: int, rate: float, ratio: ArrayLike) -> np.ndarray:
+    """Return c_R of Theorem 3 as printed, before the expectation over x. It is not used.
+
+        log E_{k ~ Bin(lambda, q)} exp((k^2 + k) r^2 / 2)
+
+    It bounds the divergence the other way round, E[(p(w|D) / p(w|D'))^lambda] under p(w|D), by the
+    convexity of 1/x. The bound is of first order in q where the divergence is of second, so that it
+    knows no amplification: at q = 0.01, r = 1, lambda = 8 it is 0.60 where c_L is 0.014. The
+    divergence itself never exceeds c_L for a Poisson-sampled Gaussian (Mironov, Talwar, Zhang 2019,
+    Theorem 5), so that c_L alone is the maximum that Theorem 3 asks for.
+    """
+    r = np.atleast_1d(np.asarray(ratio, dtype=np.float64))
+    if rate == 1:
+        return np.asarray(order * (order + 1) * r**2 / 2)
+    k = np.arange(order + 1, dtype=np.float64)
+    choose = gammaln(order + 1) - gammaln(k + 1) - gammaln(order + 1 - k)
+    log_p = choose + k * math.log(rate) + (order - k) * math.log1p(-rate)
+    return np.asarray(logsumexp(np.multiply.outer(r**2 / 2, k**2 + k) + log_p, axis=-1))
+
+
+def basic_composition(parts: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Return the sums of (epsilon_mu, delta_mu): Proposition 3.
+
+    By the union bound on the privacy losses. It needs every part to hold for the same record x and
+    given the outcomes of the parts before it, which an estimate along one trajectory does not show.
+    """
+    pairs = list(parts)
+    return sum(e for e, _ in pairs), sum(d for _, d in pairs)
+
+
+def group_privacy(epsilon_mu: float, delta_mu: float, k: int) -> tuple[float, float]:
+    """Return (k epsilon_mu, k exp(k epsilon_mu) delta_mu) for k records from mu: Proposition 4.
+
+    In the weak sense. The strong form, (k epsilon_mu, k delta_mu), is printed too but does not
+    follow: it uses the guarantee of the pair (D_(i-1), D_i) at outcomes drawn under D_0.
+    """
+    if k < 1:
+        raise ValueError(f"k={k}: must be a whole number >= 1")
+    return k * epsilon_mu, k * math.exp(k * epsilon_mu) * delta_mu
+
+
+def protected_share(delta_mu: float, delta: float) -> float:
+    """Return the share of records for which the loss exceeds epsilon_mu with probability < delta.
+
+    By Markov's inequality, at least 1 - delta_mu / delta: delta_mu = 1e-10 leaves 1e-5 for 99.999 %
+    of the distribution. The rest, the unusual records, may have any loss at all.
+    """
+    return max(0.0, 1 - delta_mu / delta)
 
 
 ITEMS = {"fig1": fig1, "fig2": fig2, "fig3": fig3, "vi": vi, "mnist": mnist, "cifar10": cifar10}

@@ -9,11 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.dense import Contributions
-from dpbnn.contributions.masked import masked
+from dpbnn.contributions.dense import Contributions, UnsupportedModel
+from dpbnn.contributions.outer import Outer
+from dpbnn.contributions.recorded import Microbatched, NetworkContributions
+from dpbnn.contributions.sites import Direct, Site
 from dpbnn.methods.method import DescentState, Problem
 from dpbnn.methods.sgd import SGD, SGDProcess
 from dpbnn.methods.state import UNSAVED
+
+__all__ = ["MaskedSGD", "masked"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,3 +84,54 @@ class MaskedSGDProcess(SGDProcess[MaskedState]):
         """Return m * (release / b + grad r / n)."""
         whole = super().gradient(state, release)
         return {name: value * state.masks[name] for name, value in whole.items()}
+
+
+def masked(contributions: Contributions, masks: Mapping[str, Tensor]) -> Contributions:
+    """Return m * c_i for every example: norms and sums of the masked coordinates alone.
+
+    A mask takes the place that k has in a Gaussian layer (|m * g a^T|^2 = (g*g)^T m (a*a) for m of
+    zeros and ones), so no gradient is instantiated that was not before. The masks must not depend
+    on the data. The given contributions are used up.
+
+    Args:
+        contributions: of a network made of Linear and convolution layers, and biases.
+        masks: zeros and ones by released name, shaped like the weights.
+    """
+    if isinstance(contributions, Microbatched):
+        record = contributions._record
+
+        def part(start: int, stop: int) -> NetworkContributions:
+            return _masked(record(start, stop), masks)
+
+        whole = contributions
+        return Microbatched(
+            part, whole._starts, whole.shapes, whole.device, whole.dtype, whole.draws
+        )
+    if not isinstance(contributions, NetworkContributions):
+        raise UnsupportedModel(
+            f"{type(contributions).__name__} cannot be masked; mask its values before"
+        )
+    return _masked(contributions, masks)
+
+
+def _masked(whole: NetworkContributions, masks: Mapping[str, Tensor]) -> NetworkContributions:
+    sites = [_site(site, masks) for site in whole._sites]
+    return NetworkContributions(
+        sites, whole.batch_size, whole.shapes, whole.device, whole.dtype, {}, whole.draws
+    )
+
+
+def _site(site: Site, masks: Mapping[str, Tensor]) -> Site:
+    names = list(site.shapes)
+    plain = isinstance(site, (Outer, Direct)) and len(site.names) == 1 and not site.data_free
+    if not plain or len(names) != 1:
+        raise UnsupportedModel(
+            f"{names} cannot be masked weight by weight; use Linear and convolution layers"
+        )
+    mask = masks[names[0]]
+    if isinstance(site, Outer):
+        for term in site.terms:
+            term.scale = mask.to(term.g)
+        return Outer([None, names[0]], site.shape, site.terms)
+    assert isinstance(site, Direct)
+    return Direct([None, names[0]], [(g, mask.to(g), slack) for g, _, slack in site.terms])

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dpbnn.evaluation.mixture_error import (
+from dpbnn.reproduce.dp_sep import (
     confidence_ring,
     label_posterior,
     match_components,

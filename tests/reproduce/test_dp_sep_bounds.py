@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributions import MultivariateNormal, kl_divergence
 
-from dpbnn.moments.bounds import NoisyPosterior, clipping_kl, gaussian_kl
+from dpbnn.reproduce.dp_sep import NoisyPosterior, clipping_kl, gaussian_kl
 
 DRAWS = 5_000
 
