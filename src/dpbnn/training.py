@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from dpbnn import likelihoods, posteriors
 from dpbnn.checkpoint import Checkpoint, Keys, RunFolder, folder_lock
 from dpbnn.contributions import UnsupportedModel
-from dpbnn.contributions.kept import Kept
 from dpbnn.likelihoods import Likelihood
 from dpbnn.messages import unquoted
 from dpbnn.methods.method import Method, OpenProcess, Problem, Process
@@ -475,9 +474,8 @@ class _Run:
         with self._drawing():
             with unquoted(*_FAILED, let=(UnsupportedModel,)):
                 contributions = self.process.contribute(self.x[records], self.y[records])
-            if kept is not None:
-                contributions = Kept(contributions, kept[records])
-            release = self.gate(contributions, noise_multiplier=sigma, records=batch)
+            keep = None if kept is None else kept[records]
+            release = self.gate(contributions, noise_multiplier=sigma, records=batch, keep=keep)
             self.watch.contributed()
         self.process.update(release)
         self.watch.updated()

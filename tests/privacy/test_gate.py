@@ -11,6 +11,7 @@ from scipy import stats
 
 import dpbnn
 from dpbnn.contributions import DenseContributions
+from dpbnn.contributions.dense import ChunkedContributions
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.noise import NoiseSource
 
@@ -309,3 +310,41 @@ def test_batches_that_the_sampler_cannot_have_drawn_are_refused(draw, relation, 
 def test_bad_settings_say_so(clip, sigma, message):
     with pytest.raises(ValueError, match=message):
         Gate(clip=clip, noise_multiplier=sigma)
+
+
+@pytest.mark.parametrize("clip", [1.0, {"a": 0.6, "b": 0.8}])
+@pytest.mark.parametrize("size", [5, 2])
+def test_examples_that_are_not_kept_weigh_nothing(clip, size):
+    """Whatever they contribute, in whatever chunk; watchers see them with norm zero."""
+    source_of_rows = torch.Generator().manual_seed(0)
+    values = {name: torch.randn(5, 3, generator=source_of_rows) for name in "ab"}
+    values["a"][1] = math.nan
+    values["b"][4] = 1e30
+    kept = torch.tensor([True, False, True, True, False])
+    seen = []
+
+    def release(rows, **options):
+        contributions = ChunkedContributions(
+            lambda i, j: DenseContributions({n: v[i:j] for n, v in rows.items()}),
+            len(rows["a"]), size, {n: v.shape[1:] for n, v in rows.items()},
+            torch.device("cpu"), torch.float32,
+        )  # fmt: skip
+        gate = Gate(clip, 0.0, watchers=[lambda event, c, norms: seen.append(norms)])
+        return gate(contributions, **options)
+
+    found = release(values, keep=kept)
+    alone = release({n: v[kept] for n, v in values.items()})
+    for name, value in alone.items():
+        torch.testing.assert_close(found[name], value)
+    assert torch.equal(seen[0][kept], seen[1])
+    assert not seen[0][~kept].any()
+    everything = release(values, keep=torch.ones(5, dtype=torch.bool))
+    assert all(torch.equal(everything[n], v) for n, v in release(values).items())
+
+
+@pytest.mark.parametrize("keep", [torch.ones(2, dtype=torch.bool), torch.ones(5)])
+def test_what_is_kept_is_one_truth_value_per_example(keep):
+    ledger = dpbnn.Ledger()
+    with pytest.raises(ValueError, match="one true or false per example"):
+        Gate(1.0, 1.0, ledger=ledger)(DenseContributions(torch.randn(5, 3)), keep=keep)
+    assert not ledger.releases

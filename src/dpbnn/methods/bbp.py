@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpbnn.contributions.dense import Contributions
-from dpbnn.contributions.recorded import Draws
+from dpbnn.contributions.dense import Contributions, Draws
 from dpbnn.methods.method import Descent, DescentProcess, Problem
 from dpbnn.networks import GaussianLayer, IntegratedLinear, to_gaussian
 from dpbnn.posteriors import MeanFieldPosterior, Posterior
@@ -163,7 +162,7 @@ class BBPProcess(DescentProcess):
     def contribute(self, x: Any, y: Tensor) -> Contributions:
         """Return what the examples of a batch contribute, and keep the draws."""
         contributions = self.attached(x, y)
-        self._draws = contributions.draws  # type: ignore[attr-defined]
+        self._draws = contributions.draws
         return contributions
 
     def gradient(self, release: Mapping[str, Tensor]) -> dict[str, Tensor]:

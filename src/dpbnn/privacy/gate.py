@@ -218,6 +218,7 @@ class Gate:
         noise_multiplier: float | None = None,
         mean: bool = False,
         records: Tensor | None = None,
+        keep: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Release the clipped and noised sum of contributions, by name.
 
@@ -226,7 +227,15 @@ class Gate:
             noise_multiplier: sigma of this release, where a schedule changes it.
             mean: divide by the expected batch size (never by the realised one).
             records: which records the examples are; read by audits only.
+            keep: false for examples that weigh 0, whatever they contribute; all count by default.
         """
+        if keep is not None and (
+            keep.dtype is not torch.bool or keep.shape != (contributions.batch_size,)
+        ):
+            raise ValueError(
+                f"keep has shape {tuple(keep.shape)} and type {keep.dtype}; give one true or false "
+                f"per example: ({contributions.batch_size},)"
+            )
         sigma = self._sigma(noise_multiplier)
         self._check_size(contributions.batch_size)
         self._groups(contributions.shapes)
@@ -235,10 +244,15 @@ class Gate:
                 "mean=True: needs a sampler, whose expected batch size divides the sum"
             )
         with self._mine():
-            return self._release(contributions, sigma, mean, records)
+            return self._release(contributions, sigma, mean, records, keep)
 
     def _release(
-        self, contributions: Clippable, sigma: float, mean: bool, records: Tensor | None
+        self,
+        contributions: Clippable,
+        sigma: float,
+        mean: bool,
+        records: Tensor | None,
+        keep: Tensor | None,
     ) -> dict[str, Tensor]:
         self._precision = self._precision_of(contributions, sigma)
         if not self._reserved:
@@ -257,7 +271,7 @@ class Gate:
         self.step += 1
         observer = OBSERVER.get()
         norms: list[Tensor] = []
-        sums = self._clipped_sum(contributions, records, observer, norms)
+        sums = self._clipped_sum(contributions, records, observer, norms, keep)
         if observer is not None:
             release = observer.release(self, event, sums)
         else:
@@ -318,16 +332,19 @@ class Gate:
         records: Tensor | None,
         observer: Observer | None,
         norms: list[Tensor],
+        keep: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return sum_i c_i min(1, C'/|c_i|); `norms` gets those of every chunk if watched.
+        """Return sum_i k_i c_i min(1, C'/|c_i|); `norms` gets those of every chunk if watched.
 
         A lone chunk's sum is left as it is, several are added up in float64; where the number of
         records is secret, all are float64, so that it does not show.
         """
         total: dict[str, Tensor] = {}
-        factors = None
+        factors = keep
         if observer is not None:
-            factors = observer.weights(records, contributions.batch_size)
+            given = observer.weights(records, contributions.batch_size)
+            if given is not None:
+                factors = given if keep is None else given.to(keep.device) * keep
         first = 0
         for chunk in contributions.chunks():
             w = self._weights(chunk)
