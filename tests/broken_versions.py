@@ -23,15 +23,14 @@ import windows
 from torch import nn
 
 import dpbnn
-from dpbnn import checkpoint, messages, networks, resume, rows, runs, training
-from dpbnn import audit, checkpoint, messages, networks, rows, runs, training
-from dpbnn import checkpoint, messages, networks, rows, runs, storage, training
+from dpbnn import audit, checkpoint, messages, networks, resume, rows, runs, storage, training
 from dpbnn.calibration import release
 from dpbnn.contributions import Contributions, DenseContributions, outer, recorded, sites
 from dpbnn.contributions.attach import Attached
+from dpbnn.contributions.dense import ChunkedContributions
 from dpbnn.contributions.outer import Outer
 from dpbnn.contributions.probe import _Probe
-from dpbnn.contributions.recorded import Microbatched, NetworkContributions
+from dpbnn.contributions.recorded import NetworkContributions
 from dpbnn.data import statistics
 from dpbnn.likelihoods import Categorical
 from dpbnn.methods.method import Descent, Problem
@@ -283,14 +282,14 @@ def the_first_chunk_counts_twice(patch: Patch) -> None:
         yield from list(original(self))[:1]
         yield from original(self)
 
-    around(patch, Microbatched, "chunks", chunks)
+    around(patch, ChunkedContributions, "chunks", chunks)
 
 
 def the_first_chunk_is_dropped(patch: Patch) -> None:
     def chunks(original, self):
         yield from list(original(self))[1:]
 
-    around(patch, Microbatched, "chunks", chunks)
+    around(patch, ChunkedContributions, "chunks", chunks)
 
 
 # 10: scale of the noise
@@ -516,10 +515,8 @@ def relations_are_not_compared(patch: Patch) -> None:
 
 
 def chunks_draw_new_masks(patch: Patch) -> None:
-    def chunk(self, index):
-        return self._record(self._starts[index], self._starts[index + 1])
-
-    patch.setattr(Microbatched, "_chunk", chunk)
+    module = importlib.import_module("dpbnn.contributions.attach")
+    patch.setattr(module, "same_draws", lambda part, device: part)
 
 
 def the_sum_is_of_a_second_pass(patch: Patch) -> None:
@@ -559,9 +556,9 @@ def a_rejected_factor_skips_the_step(patch: Patch) -> None:
 
 
 def a_rejected_factor_gets_no_noise(patch: Patch) -> None:
-    def call(original, self, contributions, **options):
-        self.rejected = _rejected(contributions)
-        return original(self, contributions, **options)
+    def call(original, self, contributions, *, keep=None, **options):
+        self.rejected = _rejected(contributions) or (keep is not None and not keep.all())
+        return original(self, contributions, keep=keep, **options)
 
     def noised(original, self, sums, sigma):
         return sums if self.rejected else original(self, sums, sigma)

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 
 import dpbnn
-from dpbnn.contributions import DenseContributions
-from dpbnn.contributions.kept import Kept
 
 N = 60
 
@@ -114,12 +112,11 @@ def test_a_bad_row_contributes_nothing(name):
     same = weights(altered(data(), 11, x=0, y=1), on_bad_rows="zero")
     assert not torch.equal(bad, same), "the row is not in the data of the other run"
 
-    class Without(Kept):
-        def __init__(self, whole, kept):
-            super().__init__(whole, kept & (torch.arange(N) != 11))
+    def without(self, contributions, original=dpbnn.Gate.__call__, *, keep, **options):
+        return original(self, contributions, keep=keep & (torch.arange(N) != 11), **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dpbnn.training.Kept", Without)
+        patch.setattr(dpbnn.Gate, "__call__", without)
         assert torch.equal(bad, weights(data(), on_bad_rows="zero"))
 
 
@@ -232,19 +229,3 @@ def test_a_gpu_that_is_not_there_is_refused_in_a_line():
     with pytest.raises(ValueError, match=r"device='cuda': cannot be used.*device='cpu'") as caught:
         fit(nn.Linear(2, 5), counted(), device="cuda")
     assert "\n" not in str(caught.value)
-
-
-def test_kept_contributions_are_those_of_the_kept_examples():
-    values = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    kept = torch.tensor([True, False, True, True, False])
-    found, alone = Kept(DenseContributions(values), kept), DenseContributions(values[kept])
-    assert torch.equal(found.norms()[kept], alone.norms())
-    assert not found.norms()[~kept].any()
-    for w in (torch.ones(5), {"value": torch.ones(5)}):
-        total = found.weighted_sum(w)["value"]
-        torch.testing.assert_close(total, alone.weighted_sum(torch.ones(3))["value"])
-    torch.testing.assert_close(found.gram()[kept][:, kept], alone.gram())
-    assert float(found.gram().abs().sum()) == pytest.approx(float(alone.gram().abs().sum()))
-    assert float(found.inner(DenseContributions(values))[~kept].abs().sum()) == 0
-    with pytest.raises(ValueError, match="one per example"):
-        Kept(DenseContributions(values), kept[:2])

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from dpbnn import likelihoods, posteriors
 from dpbnn.contributions import UnsupportedModel
-from dpbnn.contributions.kept import Kept
 from dpbnn.likelihoods import Likelihood
 from dpbnn.messages import unquoted
 from dpbnn.methods.method import Method, OpenProcess, Problem, Process
@@ -249,9 +248,8 @@ class _Run(Run):
             state = self.process.draw(self.state)
             with unquoted(*FAILED, let=(UnsupportedModel,)):
                 contributions = self.process.contribute(state, self.x[records], self.y[records])
-            if kept is not None:
-                contributions = Kept(contributions, kept[records])
-            release = self.gate(contributions, noise_multiplier=sigma, records=batch)
+            keep = None if kept is None else kept[records]
+            release = self.gate(contributions, noise_multiplier=sigma, keep=keep, records=batch)
             self.watch.contributed()
         self.state = self.process.update(state, release)
         self.watch.updated()

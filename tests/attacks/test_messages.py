@@ -600,13 +600,12 @@ def test_item_49_bad_records_contribute_nothing_to_a_calibration(posterior):
     plan = {"plan": dpbnn.open_plan(n=N, sampling="full-batch", steps=1)}
     whole, bad = tensors(), with_label()
 
-    class Without(release.RowBlocks):
-        def __init__(self, n, width, rows, work=1):
-            def masked(first, last):
-                kept = torch.arange(first, last) != ROW
-                return rows(first, last) * kept[:, None]
+    def without(n, width, rows, work=1):
+        def masked(first, last):
+            kept = torch.arange(first, last) != ROW
+            return rows(first, last) * kept[:, None]
 
-            super().__init__(n, width, masked, work)
+        return release.row_blocks(n, width, masked, work)
 
     def found(data):
         return (
@@ -616,8 +615,8 @@ def test_item_49_bad_records_contribute_nothing_to_a_calibration(posterior):
 
     alone = found(bad)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dpbnn.calibration.temperature.RowBlocks", Without)
-        patch.setattr("dpbnn.calibration.conformal.RowBlocks", Without)
+        patch.setattr("dpbnn.calibration.temperature.row_blocks", without)
+        patch.setattr("dpbnn.calibration.conformal.row_blocks", without)
         assert found(whole) == alone
 
 

@@ -11,6 +11,7 @@ from scipy import stats
 
 import dpbnn
 from dpbnn.contributions import DenseContributions
+from dpbnn.contributions.dense import ChunkedContributions
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.noise import NoiseSource
 
@@ -366,3 +367,33 @@ def test_a_mask_of_another_kind_is_refused_before_anything_is_spent(keep, messag
     with pytest.raises(ValueError, match=f"keep: .*{message}"):
         gate(DenseContributions(torch.ones(5, 2)), keep=keep)
     assert gate.ledger.releases == 0
+
+
+@pytest.mark.parametrize("clip", [1.0, {"a": 0.6, "b": 0.8}])
+@pytest.mark.parametrize("size", [5, 2])
+def test_examples_that_are_not_kept_weigh_nothing(clip, size):
+    """Whatever they contribute, in whatever chunk; watchers see them with norm zero."""
+    source_of_rows = torch.Generator().manual_seed(0)
+    values = {name: torch.randn(5, 3, generator=source_of_rows) for name in "ab"}
+    values["a"][1] = math.nan
+    values["b"][4] = 1e30
+    kept = torch.tensor([True, False, True, True, False])
+    seen = []
+
+    def release(rows, **options):
+        contributions = ChunkedContributions(
+            lambda i, j: DenseContributions({n: v[i:j] for n, v in rows.items()}),
+            len(rows["a"]), size, {n: v.shape[1:] for n, v in rows.items()},
+            torch.device("cpu"), torch.float32,
+        )  # fmt: skip
+        gate = Gate(clip, 0.0, watchers=[lambda event, c, norms: seen.append(norms)])
+        return gate(contributions, **options)
+
+    found = release(values, keep=kept)
+    alone = release({n: v[kept] for n, v in values.items()})
+    for name, value in alone.items():
+        torch.testing.assert_close(found[name], value)
+    assert torch.equal(seen[0][kept], seen[1])
+    assert not seen[0][~kept].any()
+    everything = release(values, keep=torch.ones(5, dtype=torch.bool))
+    assert all(torch.equal(everything[n], v) for n, v in release(values).items())

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dpbnn.calibration import prefix
-from dpbnn.calibration.release import Budget, Records, RowBlocks, release
+from dpbnn.calibration.release import Budget, Records, release, row_blocks
+from dpbnn.contributions.dense import ChunkedContributions
 from dpbnn.predictive import ClassPredictive, Predictive, RealPredictive
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
@@ -228,11 +229,11 @@ def _grid(task: str) -> Tensor:
     return torch.linspace(*ends, _CELLS, dtype=torch.float64).exp()
 
 
-def _columns(scores: Tensor, grid: Tensor) -> RowBlocks:
+def _columns(scores: Tensor, grid: Tensor) -> ChunkedContributions:
     """Return what records contribute: the column of the root of their cell, or zero beyond it."""
     columns = torch.cat([prefix.root(len(grid)).T, torch.zeros(1, len(grid))])
     cells = torch.searchsorted(grid, scores.cpu())
-    return RowBlocks(len(scores), len(grid), lambda first, last: columns[cells[first:last]])
+    return row_blocks(len(scores), len(grid), lambda first, last: columns[cells[first:last]])
 
 
 def _cumulative(released: Tensor) -> Tensor:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.dense import ChunkedContributions, Contributions, DenseContributions
+from dpbnn.contributions.dense import ChunkedContributions, DenseContributions
 from dpbnn.messages import as_numbers, check_on_bad_rows, refuse_rows, unquoted
 from dpbnn.predictive import ClassPredictive, Predictive, RealPredictive
 from dpbnn.privacy.gate import Gate
@@ -110,8 +110,10 @@ class Budget:
         return joined(self.before, gate.statement(delta=self.delta), self.plan.steps)
 
 
-class RowBlocks(ChunkedContributions):
-    """Dense contributions that are made block by block, so that memory does not grow with n.
+def row_blocks(
+    n: int, width: int, rows: Callable[[int, int], Tensor], work: int = 1
+) -> ChunkedContributions:
+    """Return dense contributions made block by block, so that memory does not grow with n.
 
     Args:
         n: number of records.
@@ -119,24 +121,13 @@ class RowBlocks(ChunkedContributions):
         rows: gives the contributions of records first to last - 1.
         work: numbers that it takes to compute those of one record.
     """
-
-    dtype = summed_in = torch.float64
-
-    def __init__(
-        self, n: int, width: int, rows: Callable[[int, int], Tensor], work: int = 1
-    ) -> None:
-        self.batch_size, self.rows = n, rows
-        self.shapes = {"value": torch.Size([width])}
-        self.device = torch.device("cpu")
-        self._size = max(1, _ROWS // max(width, work))
-
-    def chunks(self) -> Iterator[Contributions]:
-        """Yield the contributions of every block, an empty one where there are no records."""
-        for first in range(0, max(1, self.batch_size), self._size):
-            yield DenseContributions(self.rows(first, min(first + self._size, self.batch_size)))
+    return ChunkedContributions(
+        lambda first, last: DenseContributions(rows(first, last)), n, _ROWS // max(width, work),
+        {"value": torch.Size([width])}, torch.device("cpu"), torch.float64,
+    )  # fmt: skip
 
 
-def release(gate: Gate, contributions: RowBlocks) -> Tensor:
+def release(gate: Gate, contributions: ChunkedContributions) -> Tensor:
     """Return the noised sum of all records' contributions, in float64."""
     records = torch.arange(contributions.batch_size)
     return gate(contributions, records=records)["value"].double()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpbnn.calibration.release import Budget, Records, RowBlocks, release
+from dpbnn.calibration.release import Budget, Records, release, row_blocks
 from dpbnn.predictive import ClassPredictive
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
@@ -103,7 +103,7 @@ def select(
         scores = torch.minimum(torch.maximum(scores, middle - 0.5), middle + 0.5)
     centred = (scores - scores.mean(1, keepdim=True)).where(kept[:, None], 0.0)
     gate = budget.gate(math.sqrt(len(named)) / 2 * (1 + 1e-3), "private selection", noise)
-    sums = release(gate, RowBlocks(len(centred), len(named), lambda i, j: centred[i:j]))
+    sums = release(gate, row_blocks(len(centred), len(named), lambda i, j: centred[i:j]))
     n = budget.plan.n
     means = dict(zip(named, (sums / n).tolist(), strict=True))
     chosen = max(means, key=means.__getitem__)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpbnn.calibration.release import Budget, Records, RowBlocks, release
+from dpbnn.calibration.release import Budget, Records, release, row_blocks
 from dpbnn.predictive import ClassPredictive, Predictive, RealPredictive
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
@@ -114,7 +114,7 @@ def recalibrate(
     for _ in range(budget.plan.steps):
         middle = (low + high) / 2
         rows = functools.partial(derivative, temperature=math.exp(middle))
-        slope = release(gate, RowBlocks(len(records.x), 1, rows, work))
+        slope = release(gate, row_blocks(len(records.x), 1, rows, work))
         low, high = (low, middle) if slope.item() > 0 else (middle, high)
     return RecalibratedPosterior(posterior, math.exp((low + high) / 2), budget.statement(gate))
 

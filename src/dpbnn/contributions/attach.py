@@ -9,9 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dpbnn.contributions.dense import Contributions, UnsupportedModel
+from dpbnn.contributions.dense import (
+    ChunkedContributions,
+    Contributions,
+    Draws,
+    UnsupportedModel,
+)
 from dpbnn.contributions.fallback import replayed
-from dpbnn.contributions.recorded import Draws, Microbatched, NetworkContributions
+from dpbnn.contributions.recorded import NetworkContributions, same_draws
 from dpbnn.contributions.rules import Recorder, Unit, rule_for
 from dpbnn.contributions.tape import Discovery, Draw, Key, Tape, replaced_forwards
 from dpbnn.likelihoods import Likelihood
@@ -387,18 +392,21 @@ class Attached:
             self.probe(*synthetic(model, arguments, y))
         found, draws = self._layouts[signature], self.draw() if draws is None else draws
         constants = self._constants(data_free, draws)
+
+        def part(first: int, last: int) -> NetworkContributions:
+            rows = slice(first, last)
+            with unquoted(*_FAILED, let=(UnsupportedModel,)):
+                return self.record(
+                    tuple(t[rows] for t in arguments), y[rows], draws, constants, found
+                )
+
         size = self.microbatch_size
-
-        def piece(start: int, stop: int) -> NetworkContributions:
-            part = tuple(t[start:stop] for t in arguments)
-            with unquoted(*_FAILED, let=(UnsupportedModel,)):
-                return self.record(part, y[start:stop], draws, constants, found)
-
         if size is None or len(y) <= size:
-            with unquoted(*_FAILED, let=(UnsupportedModel,)):
-                return self.record(arguments, y, draws, constants, found)
-        starts = [*range(0, len(y), size), len(y)]
-        return Microbatched(piece, starts, self._shapes, self.device, self.dtype, public(draws))
+            return part(0, len(y))
+        return ChunkedContributions(
+            same_draws(part, self.device), len(y), size, self._shapes, self.device,
+            self.dtype, self.dtype, public(draws),
+        )  # fmt: skip
 
 
 _OF_GAUSSIAN = ("weight_mu", "weight_rho", "bias_mu", "bias_rho")

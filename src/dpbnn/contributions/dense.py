@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from dpbnn.contributions.rounding import (
 
 Weights = Tensor | Mapping[str, Tensor]
 """One weight per example, or per released name one weight per example."""
+Draws = Sequence[Mapping[str, Tensor]]
+"""Per draw, the standard normal e of every drawn weight, by released weight path."""
 
 
 class UnsupportedModel(ValueError):
@@ -38,6 +40,7 @@ class Contributions(ABC):
         dtype: of what is released.
         summed_in: the precision of a chunk's sum over examples; more of them than a `BLOCK` are
             summed block by block, and the blocks' sums in float64.
+        draws: standard normal draws of the weights that the batch was run at, if any.
     """
 
     batch_size: int
@@ -45,6 +48,7 @@ class Contributions(ABC):
     device: torch.device
     dtype: torch.dtype = torch.float32
     summed_in: torch.dtype = torch.float32
+    draws: Draws = ()
 
     def sum_error(self, rows: int) -> float:
         """Return e: sums of `rows` contributions of norm <= C, by chunks, err by e C at most.
@@ -95,17 +99,45 @@ class Contributions(ABC):
 
 
 class ChunkedContributions(Contributions):
-    """Contributions that exist one chunk of examples at a time; a subclass yields the chunks."""
+    """Contributions that exist one chunk of examples at a time, made when they are asked for.
 
-    @abstractmethod
+    Args:
+        part: gives the contributions of examples first to last - 1, each time the same ones.
+        batch_size: number of examples.
+        size: most examples in a chunk.
+        shapes: released names and shapes.
+        device: of the sums.
+        dtype: of what is released.
+        summed_in: the precision of a chunk's sum over examples.
+        draws: standard normal draws of the weights.
+    """
+
+    def __init__(
+        self,
+        part: Callable[[int, int], Contributions],
+        batch_size: int,
+        size: int,
+        shapes: Mapping[str, torch.Size],
+        device: torch.device,
+        dtype: torch.dtype,
+        summed_in: torch.dtype = torch.float64,
+        draws: Draws = (),
+    ) -> None:
+        self.part, self.batch_size, self.size = part, batch_size, max(1, size)
+        self.shapes, self.device, self.dtype = shapes, device, dtype
+        self.summed_in, self.draws = summed_in, draws
+
     def chunks(self) -> Iterator[Contributions]:
-        """Yield contributions whose examples, in order, make up this batch."""
+        """Yield contributions whose examples, in order, make up this batch; at least one."""
+        for first in range(0, max(1, self.batch_size), self.size):
+            chunk = self.part(first, min(first + self.size, self.batch_size))
+            chunk.summed_in = self.summed_in
+            yield chunk
 
     def squared_norms(self) -> dict[str, Tensor]:
         """Return |c_i|^2 per released name, never below the truth (float64, [batch])."""
         parts = [chunk.squared_norms() for chunk in self.chunks()]
-        empty = torch.zeros(0, dtype=torch.float64, device=self.device)
-        return {name: torch.cat([empty, *(part[name] for part in parts)]) for name in self.shapes}
+        return {name: torch.cat([part[name] for part in parts]) for name in self.shapes}
 
     def weighted_sum(self, w: Weights) -> dict[str, Tensor]:
         """Return sum_i w_i c_i per released name, in float32 or better."""
@@ -119,16 +151,13 @@ class ChunkedContributions(Contributions):
             part = chunk.weighted_sum({name: pieces[id(v)] for name, v in weights.items()})
             total = {name: total[name] + v if name in total else v for name, v in part.items()}
             first = rows.stop
-        if not total:
-            return {n: torch.zeros(s, device=self.device) for n, s in self.shapes.items()}
         return total
 
     def inner(self, other: Contributions) -> Tensor:
         """Return the inner products <c_i, d_j> with another batch's contributions (float64)."""
-        rows = [torch.cat([a.inner(b) for b in other.chunks()], 1) for a in self.chunks()]
-        if not rows:
-            return torch.zeros(0, other.batch_size, dtype=torch.float64, device=self.device)
-        return torch.cat(rows)
+        return torch.cat(
+            [torch.cat([a.inner(b) for b in other.chunks()], 1) for a in self.chunks()]
+        )
 
 
 def masked(values: Tensor, finite: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from dpbnn.contributions.dense import UnsupportedModel
+from dpbnn.contributions.recorded import random_state
 from dpbnn.contributions.rounding import BLOCK, accurate, summed_rows
 from dpbnn.contributions.rules import Forward, Recorder, Unit
 from dpbnn.contributions.sites import CHANGED, KEPT, Instantiated, Site
@@ -81,12 +82,6 @@ class Replayed(Instantiated):
                     value = value.double()
                 sums[name] = sums[name] + value if name in sums else value
         return {name: value.view(self.shapes[name]) for name, value in sums.items()}
-
-
-def random_state(device: torch.device) -> list[Tensor]:
-    """Return the states of the generators that a forward pass may draw from."""
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
 def replayed(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from dpbnn.contributions.attach import Attached, describe, refuse_changes
 from dpbnn.contributions.dense import UnsupportedModel
-from dpbnn.contributions.fallback import random_state
-from dpbnn.contributions.recorded import NetworkContributions
+from dpbnn.contributions.recorded import NetworkContributions, random_state
 from dpbnn.contributions.tape import Key, layouts, replaced_forwards
 from dpbnn.networks import GaussianLayer
 from dpbnn.privacy.module_state import ModuleState

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.dense import ChunkedContributions, Contributions, Weights
+from dpbnn.contributions.dense import Contributions, Draws, Weights
 from dpbnn.contributions.rounding import INFLATION, full_precision, no_rows, without
 from dpbnn.contributions.sites import Direct, Site, merge
-
-Draws = list[dict[str, Tensor]]
-"""Per draw, the standard normal e of every drawn weight, by released weight path."""
 
 
 class NetworkContributions(Contributions):
@@ -127,52 +124,26 @@ class NetworkContributions(Contributions):
         return result
 
 
-class Microbatched(ChunkedContributions):
-    """Contributions recorded chunk by chunk, each time they are asked for.
+def random_state(device: torch.device) -> list[Tensor]:
+    """Return the states of the generators that a forward pass may draw from."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
-    Model randomness is replayed: every pass over a chunk sees the same dropout masks, and all
-    chunks see the same weight draws.
 
-    Args:
-        record: records examples start to stop.
-        starts: first example of every chunk, and the end.
-        shapes: released names and shapes.
-        device: where the model is.
-        dtype: of the weights.
-        draws: standard normal draws the batch is run at.
-    """
+def same_draws(
+    part: Callable[[int, int], NetworkContributions], device: torch.device
+) -> Callable[[int, int], NetworkContributions]:
+    """Return `part`, such that every call for the same examples sees the same dropout masks."""
+    states: dict[int, list[Tensor]] = {}
 
-    def __init__(
-        self,
-        record: Callable[[int, int], NetworkContributions],
-        starts: Sequence[int],
-        shapes: Mapping[str, torch.Size],
-        device: torch.device,
-        dtype: torch.dtype,
-        draws: Draws,
-    ) -> None:
-        self.batch_size, self.shapes, self.device, self.draws = starts[-1], shapes, device, draws
-        self.dtype = self.summed_in = dtype
-        self._record, self._starts = record, starts
-        self._states: dict[int, tuple[Tensor, list[Tensor]]] = {}
-
-    def _chunk(self, index: int) -> NetworkContributions:
-        devices = [self.device] if self.device.type == "cuda" else []
-        start, stop = self._starts[index], self._starts[index + 1]
-        if index not in self._states:
-            states = [torch.cuda.get_rng_state(device) for device in devices]
-            self._states[index] = (torch.get_rng_state(), states)
-            return self._record(start, stop)
-        with torch.random.fork_rng(devices):
-            cpu, others = self._states[index]
-            torch.set_rng_state(cpu)
-            for device, state in zip(devices, others, strict=True):
+    def again(first: int, last: int) -> NetworkContributions:
+        if first not in states:
+            states[first] = random_state(device)
+            return part(first, last)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.set_rng_state(states[first][0])
+            for state in states[first][1:]:
                 torch.cuda.set_rng_state(state, device)
-            return self._record(start, stop)
+            return part(first, last)
 
-    def chunks(self) -> Iterator[Contributions]:
-        """Yield contributions whose examples, in order, make up this batch."""
-        for index in range(len(self._starts) - 1):
-            chunk = self._chunk(index)
-            chunk.summed_in = self.summed_in
-            yield chunk
+    return again

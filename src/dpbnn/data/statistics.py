@@ -269,7 +269,7 @@ def share(fraction: float, **arguments: Any) -> tuple[Plan, Plan]:
 class _Cells:
     """One count per record and column, as contributions to the gate."""
 
-    dtype = torch.float64
+    dtype = summed_in = torch.float64
 
     def __init__(self, x: Any, edges: np.ndarray) -> None:
         self._x, self._edges = x, edges

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpbnn.contributions.attach import public
-from dpbnn.contributions.dense import Contributions
-from dpbnn.contributions.recorded import Draws
+from dpbnn.contributions.dense import Contributions, Draws
 from dpbnn.contributions.tape import Draw
 from dpbnn.methods.method import Descent, DescentProcess, DescentState, Problem
 from dpbnn.methods.state import UNSAVED

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.dense import ChunkedContributions, Contributions, DenseContributions
+from dpbnn.contributions.dense import ChunkedContributions, DenseContributions
 from dpbnn.methods.method import Method, Problem, Process
 from dpbnn.methods.state import Average, State
 from dpbnn.mixtures import GaussianMixture, whitened
@@ -135,36 +134,6 @@ class EM(Method):
         return EMProcess(self, problem)
 
 
-class StatisticContributions(ChunkedContributions):
-    """Expected sufficient statistics of a batch, computed chunk by chunk.
-
-    Args:
-        statistics: gives those of some points, by released name.
-        shapes: of the statistics of one point, by released name.
-        x: points.
-        chunk: most points at once; as many as fit in a small memory by default.
-    """
-
-    dtype = summed_in = torch.float64
-
-    def __init__(
-        self,
-        statistics: Callable[[Tensor], dict[str, Tensor]],
-        shapes: Mapping[str, torch.Size],
-        x: Tensor,
-        chunk: int | None = None,
-    ) -> None:
-        self.statistics, self.shapes, self.x = statistics, shapes, x
-        self.batch_size, self.device = len(x), x.device
-        numbers = sum(shape.numel() for shape in shapes.values())
-        self.chunk = chunk or max(1, _CHUNK // numbers)
-
-    def chunks(self) -> Iterator[Contributions]:
-        """Yield dense contributions of as many points as fit; of none, in the same types."""
-        for x in self.x.split(self.chunk):
-            yield DenseContributions(self.statistics(x))
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EMState(State):
     """State of `EM`; means, weights and covariances are the mixture's own tensors.
@@ -193,15 +162,19 @@ class EMProcess(Process[EMState]):
         parameters = {name: getattr(self.model, name) for name in names}
         return EMState(parameters=parameters, counts=self.problem.n * self.model.weights)
 
-    def contribute(self, state: EMState, x: Tensor, y: Tensor) -> StatisticContributions:
+    def contribute(self, state: EMState, x: Tensor, y: Tensor) -> ChunkedContributions:
         """Return every point's expected sufficient statistics; `y` is not used."""
         model = self.model
         shapes = {"count": model.means.shape[:1], "mean": model.means.shape}
         if self.settings.covariances:
             numbers = model.dimensions * (model.dimensions + 1) // 2
             shapes["scatter"] = torch.Size([model.components, numbers])
-        statistics = functools.partial(self.statistics, state)
-        return StatisticContributions(statistics, shapes, x, self.problem.microbatch_size)
+
+        def part(first: int, last: int) -> DenseContributions:
+            return DenseContributions(self.statistics(state, x[first:last]))
+
+        size = self.problem.microbatch_size or _CHUNK // sum(s.numel() for s in shapes.values())
+        return ChunkedContributions(part, len(x), size, shapes, x.device, torch.float64)
 
     def statistics(self, state: EMState, x: Tensor) -> dict[str, Tensor]:
         """Return (r, r z, r (z z^T - I)) of every point, by released name."""

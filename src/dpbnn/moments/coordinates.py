@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.dense import ChunkedContributions, Contributions, DenseContributions
+from dpbnn.contributions.dense import ChunkedContributions, DenseContributions
 from dpbnn.moments.model import Factors, MomentModel, Moments, Natural, applied
 
 __all__ = ["Coordinates", "FactorContributions", "Raw", "Whitened", "packed", "unpacked"]
@@ -151,8 +151,6 @@ class FactorContributions(ChunkedContributions):
         chunk: most examples at once; as many as fit in a small memory by default.
     """
 
-    summed_in = torch.float64
-
     def __init__(
         self,
         model: MomentModel,
@@ -162,22 +160,20 @@ class FactorContributions(ChunkedContributions):
         y: Tensor,
         chunk: int | None = None,
     ) -> None:
-        self.model, self.coordinates, self.offset = model, coordinates, offset
-        self.x, self.y = x, y
-        self.batch_size, self.device = len(x), x.device
-        self.dtype = next(iter(offset.values()), x).dtype
         extra = {f"extra.{name}": shape for name, shape in model.extra().items()}
-        self.shapes = {**coordinates.shapes(), **extra}
-        numbers = sum(math.prod(shape) for shape in self.shapes.values())
-        self.chunk = chunk or max(1, _CHUNK.get(self.device.type, 2**19) // numbers)
+        shapes = {**coordinates.shapes(), **extra}
+        numbers = sum(math.prod(shape) for shape in shapes.values())
+        chunk = chunk or _CHUNK.get(x.device.type, 2**19) // numbers
 
-    def chunks(self) -> Iterator[Contributions]:
-        """Yield dense contributions of as many examples as fit; of none, in the same types."""
-        for x, y in zip(self.x.split(self.chunk), self.y.split(self.chunk), strict=True):
-            vectors = self.coordinates.vectors(self.model.factors(self.coordinates.cavity, x, y))
-            for name, value in self.offset.items():
+        def part(first: int, last: int) -> DenseContributions:
+            factors = model.factors(coordinates.cavity, x[first:last], y[first:last])
+            vectors = coordinates.vectors(factors)
+            for name, value in offset.items():
                 vectors[name].sub_(value)
-            yield DenseContributions(vectors)
+            return DenseContributions(vectors)
+
+        dtype = next(iter(offset.values()), x).dtype
+        super().__init__(part, len(x), chunk, shapes, x.device, dtype)
 
 
 def packed(matrix: Tensor) -> Tensor:

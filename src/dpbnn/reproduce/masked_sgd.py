@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.dense import Contributions, UnsupportedModel
+from dpbnn.contributions.dense import ChunkedContributions, Contributions, UnsupportedModel
 from dpbnn.contributions.outer import Outer
-from dpbnn.contributions.recorded import Microbatched, NetworkContributions
+from dpbnn.contributions.recorded import NetworkContributions
 from dpbnn.contributions.sites import Direct, Site
 from dpbnn.methods.method import DescentState, Problem
 from dpbnn.methods.sgd import SGD, SGDProcess
@@ -97,24 +97,15 @@ def masked(contributions: Contributions, masks: Mapping[str, Tensor]) -> Contrib
         contributions: of a network made of Linear and convolution layers, and biases.
         masks: zeros and ones by released name, shaped like the weights.
     """
-    if isinstance(contributions, Microbatched):
-        record = contributions._record
-
-        def part(start: int, stop: int) -> NetworkContributions:
-            return _masked(record(start, stop), masks)
-
-        whole = contributions
-        return Microbatched(
-            part, whole._starts, whole.shapes, whole.device, whole.dtype, whole.draws
-        )
-    if not isinstance(contributions, NetworkContributions):
-        raise UnsupportedModel(
-            f"{type(contributions).__name__} cannot be masked; mask its values before"
-        )
-    return _masked(contributions, masks)
-
-
-def _masked(whole: NetworkContributions, masks: Mapping[str, Tensor]) -> NetworkContributions:
+    whole = contributions
+    if isinstance(whole, ChunkedContributions):
+        part = whole.part
+        return ChunkedContributions(
+            lambda first, last: masked(part(first, last), masks), whole.batch_size, whole.size,
+            whole.shapes, whole.device, whole.dtype, whole.summed_in, whole.draws,
+        )  # fmt: skip
+    if not isinstance(whole, NetworkContributions):
+        raise UnsupportedModel(f"{type(whole).__name__} cannot be masked; mask its values before")
     sites = [_site(site, masks) for site in whole._sites]
     return NetworkContributions(
         sites, whole.batch_size, whole.shapes, whole.device, whole.dtype, {}, whole.draws
