@@ -25,7 +25,7 @@ def counts():
     return x, torch.poisson((1 + x[:, 0]).exp(), generator=generator)
 
 
-def fit(data, method=METHODS[0], likelihood="poisson", plan=None, **options):
+def fit(data, method=METHODS[0], likelihood="toy-counts", plan=None, **options):
     plan = plan or dpbnn.plan(epsilon=8.0, delta=1e-4, n=N, sampling="full-batch", steps=60)
     torch.manual_seed(0)
     return dpbnn.fit(
@@ -144,7 +144,7 @@ def test_a_name_is_given_once():
 
 
 def test_the_built_in_ones_use_the_same_protocol():
-    for name in ("categorical", "gaussian", "heteroscedastic", "mixture", "poisson"):
+    for name in ("categorical", "gaussian", "heteroscedastic", "mixture", "toy-counts"):
         found = likelihood(name)
         assert isinstance(found, LikelihoodBase)
         assert full(found) is found
