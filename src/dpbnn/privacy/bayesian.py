@@ -6,10 +6,11 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dpbnn.privacy.bayesian_costs import (
     Array,
@@ -21,13 +22,9 @@ from dpbnn.privacy.bayesian_costs import (
 )
 from dpbnn.privacy.bayesian_estimate import BayesianPrivacyEstimate
 from dpbnn.privacy.events import Event
+from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.relation import Relation
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from dpbnn.privacy.plan import Plan
-    from dpbnn.privacy.statement import PrivacyStatement
+from dpbnn.privacy.statement import PrivacyStatement
 
 __all__ = ["BayesianAccountant", "given_observers"]
 
@@ -163,7 +160,8 @@ class BayesianAccountant:
         self._plan, self.steps = plan, plan.steps
         self._kind = "norms of the clipped contributions of the records of each batch"
         for event in unseen:
-            self._charge(event.rate, 1 / event.noise_multiplier, event.count)
+            key = (event.rate, 1 / event.noise_multiplier)
+            self._charges[key] = self._charges.get(key, 0) + event.count
 
     def watch(self, event: Event, clip: float, norms: Tensor) -> None:
         """Take the clipped norms of a release; a watcher of `Gate`.
@@ -183,9 +181,6 @@ class BayesianAccountant:
             values = (levels.astype(np.float64) / LEVELS) ** 2 / sigma
             self._samples.append(_Sample(values, counts, rate, 1 / sigma))
         self._waiting.clear()
-
-    def _charge(self, rate: float, ratio: float, count: int = 1) -> None:
-        self._charges[rate, ratio] = self._charges.get((rate, ratio), 0) + count
 
     def _check_steps(self) -> None:
         if self.steps is None:

@@ -398,7 +398,7 @@ class Ledger:
     def _refresh(self) -> list[LabelledEvent]:
         """Take in what others have recorded and return everything spent."""
         with self._known() as entries:
-            return entries.events()
+            return entries.events(self.id)
 
     def _take(self, lines: list[dict[str, Any]], *, own: bool = False) -> None:
         """Take lines of the file in, or those just written."""

@@ -117,8 +117,8 @@ class Entries:
         spend = dataclasses.asdict(_Spend(mechanism, number, step, event.count, event.start))
         return [*lines, {"spend": spend, "time": round(time.time(), 3)}]
 
-    def events(self) -> list[LabelledEvent]:
-        """Return what was spent, in order, runs of one mechanism joined."""
+    def events(self, ledger: str = "") -> list[LabelledEvent]:
+        """Return what was spent, in order, runs of one mechanism joined, as of a ledger."""
         mechanisms = list(self._mechanisms)
         joined: list[_Spend] = []
         for spend in self.spends:
@@ -133,7 +133,7 @@ class Entries:
             dataclasses.replace(
                 mechanism,
                 event=dataclasses.replace(mechanism.event, count=spend.count, start=spend.start),
-                ledger=self.header["id"],
+                ledger=ledger,
             )
             for spend in joined
             for mechanism in (mechanisms[spend.mechanism],)

@@ -8,7 +8,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dpbnn.privacy import accountants
 from dpbnn.privacy.accountants import Accountant
@@ -18,9 +18,7 @@ from dpbnn.privacy.relation import Relation
 from dpbnn.privacy.sampling import Sampler, sampler
 from dpbnn.privacy.schedule import Schedule, first_steps, read_length, read_schedule, scaled
 from dpbnn.privacy.solve import noise_scale, step_count
-
-if TYPE_CHECKING:
-    from dpbnn.privacy.statement import PrivacyStatement
+from dpbnn.privacy.statement import PrivacyStatement
 
 __all__ = ["ComposedPlan", "Plan", "compose", "open_plan", "plan"]
 
@@ -53,8 +51,6 @@ class _Budget(ABC):
         Args:
             **details: what the plan cannot know; see `PrivacyStatement.of`.
         """
-        from dpbnn.privacy.statement import PrivacyStatement
-
         return PrivacyStatement.of(
             self.events,
             delta=self.delta,

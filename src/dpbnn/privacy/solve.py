@@ -43,8 +43,8 @@ def noise_scale(
         if close * target <= value <= target:
             return scale
         low, high = (scale, high) if value > target else (low, scale)
-        modelled = 1 / scale if model is None else model(scale)
-        if 0 < value < math.inf and 0 < modelled < math.inf:
+        modelled = 1 / scale if model is None else _tried(model, scale)
+        if modelled is not None and 0 < modelled < math.inf and 0 < value < math.inf:
             known.append((math.log(modelled), math.log(value)))
         guess = _inverse(model, _secant(known[-2:], math.log(middle)))
         if guess is not None and low < guess < high:
@@ -98,7 +98,12 @@ def _inverse(model: Callable[[float], float] | None, value: float) -> float | No
         return None
     if model is None:
         return 1 / value
+    return _tried(lambda wanted: noise_scale(model, wanted, close=1 - 1e-7), value)
+
+
+def _tried(function: Callable[[float], float], value: float) -> float | None:
+    """Return what a function of the model gives, or None where it is out of range."""
     try:
-        return noise_scale(model, value, close=1 - 1e-7)
+        return function(value)
     except (ValueError, OverflowError):
         return None
