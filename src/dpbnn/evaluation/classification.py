@@ -72,7 +72,7 @@ def ece(predictive: Any, y: Any, bins: int = 15, kind: str = "width") -> float:
 
 
 def mce(predictive: Any, y: Any, bins: int = 15, kind: str = "width") -> float:
-    """Return the maximum calibration error, max_b |accuracy_b - confidence_b|, of filled bins.
+    """Return the maximum calibration error, max_b |accuracy_b - confidence_b|, without empty bins.
 
     Args:
         predictive: a `ClassPredictive`, or probabilities [N, K].
@@ -164,7 +164,7 @@ def briers(c: Classified, sums: Sums) -> Floats:
 
 
 def eces(c: Classified, sums: Sums, edges: Floats) -> Floats:
-    """Return the expected calibration error of every resample; the bins stay where they are."""
+    """Return the expected calibration error of every resample; the bins are fixed."""
     gap = sums(c.hit - c.confidence, slots_of(c.confidence, edges), len(edges) - 1)
     return np.abs(gap).sum(1) / sums.total
 
@@ -211,7 +211,7 @@ def edges_of(confidence: Floats, bins: int, kind: str) -> Floats:
 
 
 def slots_of(values: Floats, edges: Floats) -> Integers:
-    """Return the bin of every value: [a, b), the last one closed; rounding beyond 1 is in it."""
+    """Return the bin of every value: [a, b), the last one [a, 1] and beyond, for rounding."""
     return np.clip(np.searchsorted(edges, values, side="right") - 1, 0, len(edges) - 2)
 
 

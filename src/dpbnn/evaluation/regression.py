@@ -1,4 +1,4 @@
-"""Error, density, intervals and ranks of regression predictions, mixtures of Gaussians."""
+"""Metrics of regression predictions (mixtures of Gaussians): error, density, intervals, CRPS."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dpbnn.predictive import Predictive
 __all__ = ["Coverage", "crps", "interval_coverage", "log_likelihood", "pit", "rmse"]
 
 LEVELS = (0.5, 0.8, 0.9, 0.95)
-_BLOCK = 1 << 17  # numbers of a temporary, which then stays in cache
-_WIDTHS = 2000  # most records whose intervals are solved for
+_BLOCK = 1 << 17  # numbers in a temporary array, few enough for the cache
+_WIDTHS = 2000  # largest number of records whose intervals are computed
 
 
 def rmse(predictive: Any, y: Any) -> float:
@@ -92,7 +92,7 @@ def crps(predictive: Any, y: Any) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
-    """Whether intervals hold what they promise.
+    """Nominal and observed coverage of intervals.
 
     Attributes:
         nominal: probability of the equal-tailed interval.

@@ -95,7 +95,7 @@ def meaning(key: str) -> Meaning:
 
 
 def value_of(number: float | str | None) -> float:
-    """Return a number that may have been through JSON: None is NaN, texts are infinities."""
+    """Return a number that may come from JSON: None is NaN, texts are infinities."""
     return math.nan if number is None else float(number)
 
 

@@ -86,7 +86,7 @@ def _evaluation(evaluation: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _bayesian(estimate: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    """Return an estimate under its own names; the statement beside it is on the page already."""
+    """Return an estimate by its own names, without the statement, which the page shows already."""
     left_out = {"kind", "private", "dp"}
     return facts({k: v for k, v in (estimate or {}).items() if k not in left_out})
 
