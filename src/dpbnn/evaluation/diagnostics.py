@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from dpbnn.evaluation.checked import Floats, finite
+from dpbnn.evaluation.summary import plain
 from dpbnn.likelihoods import Categorical
 
 __all__ = ["Diagnostics", "chain_diagnostics", "diagnose"]
@@ -62,22 +63,10 @@ class Diagnostics:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the summary as plain values for JSON; NaN is None, infinity the text "inf"."""
-
-        def plain(value: float | None) -> float | str | None:
-            if value is None or math.isnan(value):
-                return None
-            return value if math.isfinite(value) else str(value)
-
-        return {
-            "chains": self.chains,
-            "draws": self.draws,
-            "functions": int(self.rhat.size),
-            "worst": {k: plain(v) for k, v in self.worst.items()},
-            "median": {k: plain(v) for k, v in self.median.items()},
-            "clip": plain(self.clip),
-            "temperature": self.temperature,
-            "warnings": list(self.warnings),
-        }
+        names = ("worst", "median", "clip", "temperature", "warnings")
+        own = {name: plain(getattr(self, name)) for name in names}
+        functions = int(self.rhat.size)
+        return {"chains": self.chains, "draws": self.draws, "functions": functions, **own}
 
     def __str__(self) -> str:
         worst, median = self.worst, self.median

@@ -68,7 +68,7 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; NaN is None, infinity the text "inf"."""
-        return {"schema": SCHEMA, **_plain(self)}
+        return {"schema": SCHEMA, **plain(self)}
 
     def to_json(self) -> str:
         """Return the evaluation as JSON."""
@@ -216,14 +216,15 @@ def _histogram(values: Floats) -> Histogram:
     return Histogram(edges, counts)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return plain values for JSON; NaN is None, infinity the text "inf"."""
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
-        return {field.name: _plain(getattr(value, field.name)) for field in fields}
+        return {field.name: plain(getattr(value, field.name)) for field in fields}
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, (tuple, np.ndarray)):
-        return [_plain(item) for item in (value.tolist() if hasattr(value, "tolist") else value)]
+        return [plain(item) for item in (value.tolist() if hasattr(value, "tolist") else value)]
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     return value
