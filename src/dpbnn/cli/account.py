@@ -52,7 +52,7 @@ def plan_command(as_json: bool, **arguments: Any) -> None:
 @click.command("account")
 @click.argument("ledger", type=click.Path(path_type=Path))
 @click.option("--delta", type=float, help="Delta of the guarantee [default: the ledger's].")
-@click.option("--repair", is_flag=True, help="Mend a ledger that is refused as damaged: what may "
+@click.option("--repair", is_flag=True, help="Repair a ledger that is refused as damaged: what may "
               "have been spent counts as spent. The damaged files are kept.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def account_command(ledger: Path, delta: float | None, repair: bool, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""dpbnn evaluate and dpbnn report: what a run is worth, as numbers and as a page."""
+"""dpbnn evaluate and dpbnn report: metrics of a run on test data, and its page."""
 
 from __future__ import annotations
 
@@ -169,13 +169,14 @@ def _with_records(
 
 
 class _Records:
-    """Rows of a table as mappings, made when they are asked for."""
+    """Rows of a table as mappings, made on demand."""
 
     def __init__(self, table: Table, names: list[str]) -> None:
         self.table, self.names = table, names
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return {name: self.table.raw(name)[row] for name in self.names}
+        part = self.table.rows(row, row + 1)
+        return {name: part.raw(name)[0] for name in self.names}
 
     def __len__(self) -> int:
         return self.table.n

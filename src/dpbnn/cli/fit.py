@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dpbnn.cli.options import read, reading_options
+from dpbnn.cli.options import read, reading_options, with_options
 from dpbnn.cli.say import Speaker, speaking
 
 if TYPE_CHECKING:
@@ -41,10 +41,7 @@ def table_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--on-bad-rows", type=click.Choice(["error", "zero"]), default="error",
                      show_default=True, help="Refuse bad rows, or let them contribute nothing."),
     )  # fmt: skip
-    command = reading_options(command)
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return with_options(reading_options(command), options)
 
 
 def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,9 +65,7 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--tuning-runs", type=int, help="How many other runs on this data chose the "
                      "settings, for the statement."),
     )  # fmt: skip
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return with_options(command, options)
 
 
 @click.command("fit")
@@ -80,19 +75,15 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
               help="sgld, sghmc, sgd, bbp, vi, mcdropout or sep.")  # fmt: skip
 @click.option("--epsilon", type=float, help="The budget of this run.")
 @click.option("--non-private", is_flag=True, help="Train WITHOUT privacy.")
-@click.option(
-    "--recalibrate",
-    type=float,
-    metavar="SHARE",
-    help="Spend this share of epsilon, "
-    "such as 0.1, on a temperature of the predictions; holds out a fifth of the rows.",
-)
+@click.option("--recalibrate", type=float, metavar="SHARE", help="Spend this share of epsilon, "
+              "such as 0.1, on a temperature of the predictions; holds out a fifth of the "
+              "rows.")  # fmt: skip
 @click.option("--conformal", type=float, metavar="ALPHA", help="Sets or intervals that miss the "
               "truth with probability ALPHA + 0.01 at most; costs a fifth of epsilon and holds out "
               "a fifth of the rows.")  # fmt: skip
 @training_options
 @click.option("--out", type=_PATH, required=True, help="The run directory to be made.")
-@click.option("--overwrite", is_flag=True, help="Replace a run; its ledger is gone on with.")
+@click.option("--overwrite", is_flag=True, help="Replace a run; the new one continues its ledger.")
 @speaking
 def fit_command(
     table: Path,

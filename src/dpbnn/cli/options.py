@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import click
 if TYPE_CHECKING:
     from dpbnn.data import Table
 
-__all__ = ["read", "reading_options"]
+__all__ = ["read", "reading_options", "with_options"]
 
 
 def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,6 +23,13 @@ def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--names", help="Names of the columns, with commas, where a text file has no "
                      "header."),
     )  # fmt: skip
+    return with_options(command, options)
+
+
+def with_options(
+    command: Callable[..., Any], options: Sequence[Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Give a command several options; the help shows them in this order."""
     for option in reversed(options):
         command = option(command)
     return command

@@ -33,7 +33,7 @@ for _command in (
 
 
 def _keep_lines(command: click.Command) -> None:
-    """Mark the examples in help texts, where click reads a backspace, by that character."""
+    """Turn the marks before examples in help texts into the backspace that click expects."""
     command.help = (command.help or "").replace("\\b\n", "\b\n")
     for inner in getattr(command, "commands", {}).values():
         _keep_lines(inner)

@@ -1,4 +1,7 @@
-"""Columns: what is publicly known of one, and the encoding that follows from it."""
+"""One column of a schema: its public bounds or categories, and its encoding.
+
+Nothing here may be learned from the data.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ _RULES = {
     "numeric": ("refuse", "middle", "indicator"),
     "categorical": ("refuse", "zeros", "category"),
 }
-_THOUSANDS = re.compile(r"[+-]?\d{1,3},\d{3}")  # of which nobody knows what the comma means
+_THOUSANDS = re.compile(r"[+-]?\d{1,3},\d{3}")  # the comma may be a decimal one
 _NO_TARGET = "fill it in, or delete the row: training and evaluation need every target"
 
 
@@ -34,7 +37,7 @@ class Column:
 
         2 (f(clip(x, l, h)) - f(l)) / (f(h) - f(l)) - 1  in [-1, 1];
 
-    a category becomes one column of zeros and ones each. Nothing here is learned from data.
+    a category becomes one column of zeros and ones each.
 
     Attributes:
         name: the column's name in the table.
@@ -44,7 +47,7 @@ class Column:
         missing: "refuse"; for numbers "middle" (of the bounds) or "indicator" (the middle, and a
             column that is 1 where the value is missing); for categories "zeros" (no category) or
             "category" (a column of its own).
-        other: whether values that are no declared category go to a column "other".
+        other: whether values outside the declared categories go to a column "other".
         log: scale log(1 + x) instead of x, for skewed columns that are never negative.
         cuts: for a target only: numbers at which a numeric column is cut into classes; a value
             belongs to the first class whose cut it does not exceed.
@@ -111,12 +114,12 @@ class Column:
     def encode(
         self, raw: Held, missing: frozenset[str] = MISSING, out: np.ndarray | None = None
     ) -> tuple[np.ndarray, list[Fault]]:
-        """Return the encoded columns [rows, features] and what is wrong with which rows.
+        """Return the encoded columns [rows, features], and the faults.
 
         Args:
             raw: the values, as a table holds them.
             missing: texts that stand for a missing value.
-            out: zeros that the encoded columns are written to.
+            out: array of zeros for the encoded columns.
         """
         if out is None:
             out = np.zeros((len(raw), len(self.features)), dtype=np.float32)
@@ -139,7 +142,7 @@ class Column:
     def classes(
         self, raw: Held, missing: frozenset[str] = MISSING
     ) -> tuple[np.ndarray, list[Fault]]:
-        """Return class numbers (int64) and what is wrong with which rows."""
+        """Return class numbers (int64), and the faults."""
         if self.cuts is not None:
             values, faults = self._numbers(raw, missing)
             code = np.where(np.isnan(values), -1, np.searchsorted(self.cuts, values))
@@ -151,7 +154,7 @@ class Column:
     def targets(
         self, raw: Held, missing: frozenset[str] = MISSING
     ) -> tuple[np.ndarray, list[Fault]]:
-        """Return scaled targets and what is wrong with which rows."""
+        """Return scaled targets, and the faults."""
         values, faults = self.scaled(raw, missing)
         return np.nan_to_num(values), [*faults, *_absent(np.isnan(values), _NO_TARGET)]
 
@@ -244,7 +247,7 @@ def cut(name: str, cuts: tuple[float, ...], classes: tuple[Any, ...]) -> Column:
     Args:
         name: of the column.
         cuts: rising numbers; a value belongs to the first class whose cut it does not exceed.
-        classes: one name more than there are cuts.
+        classes: their names, one more than there are cuts.
     """
     rising = all(a < b for a, b in itertools.pairwise(cuts))
     if len(classes) != len(cuts) + 1 or not rising:
@@ -262,7 +265,7 @@ def _absent(absent: np.ndarray, cure: str) -> list[Fault]:
 
 
 def _no_number(value: Any) -> str:
-    """Say what is wrong with a value that is no finite number, without quoting it."""
+    """Say why a value is not a finite number, without quoting it."""
     text = str(value)
     if text.lower().lstrip("+-") in ("inf", "infinity") or _overflows(text):
         return "is infinite; write a number, or leave it empty if it is missing"
@@ -279,7 +282,7 @@ def _no_number(value: Any) -> str:
 
 
 def _labels(name: str, given: Sequence[Any]) -> tuple[str, ...]:
-    """Return declared categories as text, each there once."""
+    """Return declared categories as text; empty ones and duplicates are refused."""
     try:
         texts = [cell(category) or "" for category in given]
     except TypeError as error:
@@ -300,13 +303,13 @@ def _labels(name: str, given: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _separated(text: str) -> bool:
-    """Say whether a text is a number once separators of thousands are taken out."""
+    """Return whether a text is a number once its thousands separators are removed."""
     plain = re.sub(r"(?<=\d)[,.'\s](?=\d{3}(?!\d))", "", text).replace(",", ".")
     return plain != text and _overflows(plain) is False
 
 
 def _overflows(text: str) -> bool | None:
-    """Return whether a text is a number beyond all bounds; None where it is no number."""
+    """Return whether a text is an infinite number; None where it is not a number."""
     try:
         return math.isinf(float(text))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Downloads: from a public source into a file, whole and checked or not at all."""
+"""Downloads from public sources: a file appears only when it is complete and checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BLOCK = 2**18
 
 
 class BadDownload(OSError):
-    """A source that could not be reached, or whose content is not what it should be."""
+    """A source that cannot be reached, or whose content is wrong."""
 
 
 def fetch(url: str, path: Path, check: Callable[[Path], str | None]) -> None:

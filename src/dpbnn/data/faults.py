@@ -16,7 +16,7 @@ from dpbnn.data.table import Table, TableError
 
 __all__ = ["Fault", "Faults", "bad_rows"]
 
-_NAMED = 3  # columns that a message speaks of
+_NAMED = 3  # columns named in a message
 _HINT = "on_bad_rows='show' or 'dpbnn schema check --show-values' names the row and the value"
 
 
@@ -25,8 +25,8 @@ class Fault(NamedTuple):
 
     Attributes:
         rows: which they are.
-        why: what is wrong with a value among them and how to mend it, without quoting it.
-        absent: whether there is no value that could be quoted.
+        why: says what is wrong with a value and how to correct it, without quoting it.
+        absent: whether the value is missing.
     """
 
     rows: np.ndarray
@@ -35,7 +35,7 @@ class Fault(NamedTuple):
 
 
 class Faults:
-    """What is wrong with a table: counted by column, or shown at the first bad value."""
+    """Collects the faults of a table: counts them by column, or raises at the first one."""
 
     def __init__(self, table: Table, on_bad_rows: str) -> None:
         self.source, self.on_bad_rows = table.source, on_bad_rows
@@ -43,7 +43,7 @@ class Faults:
         self.reasons: dict[str, str] = {}
 
     def add(self, part: Table, name: str, raw: Any, faults: list[Fault]) -> np.ndarray:
-        """Note the faults of a part of a column, and return which rows are bad."""
+        """Record the faults of a part of a column, and return which rows are bad."""
         bad = bad_rows(part.n, faults)
         if not faults or self.on_bad_rows == "zero":
             return bad
@@ -58,7 +58,7 @@ class Faults:
         return bad
 
     def refuse(self) -> None:
-        """Raise where something was wrong: which columns, how often, and one reason for each."""
+        """Raise if there are faults: name the columns, the counts and one reason for each."""
         if not self.counts:
             return
         parts = [

@@ -1,4 +1,4 @@
-"""Files: CSV, Parquet and NumPy into tables."""
+"""Reading tables from CSV, Parquet and NumPy files. No pickle is ever loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dpbnn.messages import alone, check_on_bad_rows
 __all__ = ["read_table"]
 
 _GZIP, _PARQUET, _NUMPY, _ZIP = b"\x1f\x8b", b"PAR1", b"\x93NUMPY", b"PK\x03\x04"
-_LARGE = 32 * 2**20  # bytes from which on reading shows progress
+_LARGE = 32 * 2**20  # bytes; larger files show progress
 _UNREADABLE = {
     ".xls": "an Excel file; save it as CSV",
     ".xlsx": "an Excel file; save it as CSV",
@@ -50,8 +50,8 @@ def read_table(
 ) -> Table:
     """Read a table from a file: CSV (.gz too), Parquet, .npy or .npz.
 
-    In text, spaces around values are taken off, empty lines are passed over, and lines may end in
-    any way. Arrays in .npy are memory-mapped, so they can be larger than memory.
+    In text, spaces around values are removed, empty lines are skipped, and any line end will do.
+    Arrays in .npy are memory-mapped, so they can be larger than memory.
 
     Args:
         path: the file.
@@ -62,11 +62,11 @@ def read_table(
         decimal: "," where numbers are written as 3,14.
         encoding: of a text file.
         missing: texts that stand for a missing value.
-        comment: lines that begin with this are passed over.
+        comment: lines that begin with this are skipped.
         progress: show a progress bar; by default for large files on a terminal.
-        on_bad_rows: "error" refuses lines that are no row of the table and cells that are neither
-            numbers nor text; "show" does the same and names the line; "zero" gives such lines
-            missing values only.
+        on_bad_rows: "error" refuses lines of a wrong length and cells that are neither numbers
+            nor text; "show" does the same and names the line; "zero" fills such lines with
+            missing values.
     """
     check_on_bad_rows(on_bad_rows)
     path = Path(path)
@@ -105,7 +105,7 @@ def read_table(
 
 
 def _opening(path: Path) -> bytes:
-    """Return the first bytes of a file, or raise for what cannot be read at all."""
+    """Return the first bytes of a file, or raise if it cannot be read."""
     if path.is_dir():
         raise TableError(f"{path}: is a folder; give the path of one file in it")
     try:
@@ -144,7 +144,7 @@ def _errors(path: Path, encoding: str) -> Iterator[None]:
 def _text(
     path: Path, first: bytes, encoding: str, progress: bool | None, strict: bool
 ) -> Iterator[IO[str]]:
-    """Open a text file, compressed or not; bytes that are no text are replaced unless strict."""
+    """Open a text file, compressed or not; unless strict, invalid bytes are replaced."""
     size = path.stat().st_size
     if progress is None:
         progress = size > _LARGE and sys.stderr.isatty()
@@ -190,7 +190,7 @@ def _numpy(path: Path, names: Sequence[str] | None) -> Table:
 
 
 def _archive(path: Path) -> Table:
-    """Read an .npz: every array of one axis is a column, every one of two axes several."""
+    """Read an .npz: an array with one axis is a column, one with two axes is several."""
     import zipfile
 
     columns: dict[str, np.ndarray] = {}

@@ -36,7 +36,7 @@ def learned_column(table: Table, name: str) -> Column:
 
 
 def distinct(table: Table, name: str) -> tuple[str, ...]:
-    """Return the values of a column as text, numbers in their order."""
+    """Return the distinct values of a column as text; numbers are sorted by value."""
     raw = table.raw(name)
     if raw.dtype.kind in "biuf":
         found = {cell(value) for value in np.unique(raw).tolist()}

@@ -1,4 +1,7 @@
-"""Schemas: the public description of a table, from which alone its encoding follows."""
+"""Schemas: a public description of a table, and the encoding that it defines.
+
+The encoding may not depend on the data. `Schema.learned` is the exception, and its result says so.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from dpbnn.messages import check_on_bad_rows
 __all__ = ["Schema"]
 
 _CHUNK = 4_000_000  # numbers encoded at once
-_LOOK = 128  # rows looked at at once, until what is looked for is found
+_LOOK = 128  # rows checked at once; a check ends as soon as it can
 _COLUMN_KEYS = ("kind", "bounds", "categories", "missing", "other", "log")
 _TARGET_KEYS = ("name", "classes", "bounds", "cuts")
 _KEYS = ("task", "public", "target", "columns", "ignore")
@@ -85,7 +88,7 @@ class Schema:
 
     @classmethod
     def from_toml(cls, text: str, *, source: str = "schema") -> Schema:
-        """Return the schema that a text in TOML states."""
+        """Return the schema that is written in TOML."""
         try:
             return cls.from_dict(tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
@@ -93,7 +96,7 @@ class Schema:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Schema:
-        """Return the schema that plain values state, as they stand in a TOML file."""
+        """Return the schema of plain values, in the form of a TOML file."""
         _keys("schema", values, _KEYS)
         target = values.get("target")
         if not isinstance(target, Mapping) or "name" not in target:
@@ -136,8 +139,8 @@ class Schema:
     def draft(cls, table: Any, target: str) -> str:
         """Return a schema in TOML to be filled in from public knowledge.
 
-        Column names, and whether a column holds text, are all that it takes from the table: every
-        bound and category is left as TODO, since the smallest age in a table is somebody's age.
+        It takes only the names and types (number or text) of the columns from the table. Every
+        bound and category is left as TODO: the smallest age in a table is somebody's age.
 
         Args:
             table: a table, or what `as_table` takes.
@@ -216,12 +219,12 @@ class Schema:
 
         Args:
             table: a table, or what `as_table` takes.
-            target: whether the target must be there; by default it is used where it is.
-            out: a file to be made (.npy) that the inputs are written to, chunk by chunk, and
-                memory-mapped from, for tables larger than memory.
+            target: whether the table must hold the target; by default it is used if present.
+            out: a new .npy file for the inputs, written in chunks and memory-mapped, for tables
+                larger than memory.
             on_bad_rows: "error" says how many values of a column are bad, and quotes none; "show"
-                names the first bad value and its row; "zero" gives bad rows inputs of NaN, which
-                training with on_bad_rows="zero" lets contribute nothing.
+                names the first bad value and its row; "zero" sets the inputs of bad rows to NaN:
+                in training with on_bad_rows="zero" they contribute nothing.
         """
         check_on_bad_rows(on_bad_rows)
         show = on_bad_rows == "show"
@@ -252,26 +255,26 @@ class Schema:
             mapped = np.lib.format.open_memmap(part, mode="w+", dtype=np.float32, shape=shape)
             self._fill(table, mapped, y, on_bad_rows)
             mapped.flush()
-            del mapped  # Windows moves no file that is mapped
+            del mapped  # Windows cannot move a mapped file
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
         return np.load(path, mmap_mode="r"), y
 
     def ignored(self, table: Any) -> tuple[str, ...]:
-        """Return the columns of a table that the schema does not speak of."""
+        """Return the columns of a table that are not in the schema."""
         known = {self.target.name, *self.ignore, *(column.name for column in self.columns)}
         return tuple(name for name in as_table(table).names if name not in known)
 
     def check(self, table: Any, *, on_bad_rows: str = "error") -> None:
         """Raise TableError where a table cannot be trained on, before anything is spent.
 
-        It looks for two rows or more, two classes or more, and columns in which no value is there;
-        it speaks to the data holder, and nothing of it is released. No value is quoted.
+        There must be two rows, two classes and a value in every column. Errors are for the data
+        holder; they quote no value and are never released.
 
         Args:
             table: a table, or what `as_table` takes.
-            on_bad_rows: as in `encode`; "zero" leaves out what looks at values.
+            on_bad_rows: as in `encode`; "zero" skips the checks that look at values.
         """
         check_on_bad_rows(on_bad_rows)
         table = as_table(table, on_bad_rows=on_bad_rows)
@@ -429,7 +432,7 @@ def _values(column: Column) -> dict[str, Any]:
 
 
 def _toml(values: Mapping[str, Any]) -> str:
-    """Return values as TOML, every list on one line; no text holds a line end, they are escaped."""
+    """Return values as TOML, every list on one line; line ends in texts are escaped."""
     text = tomli_w.dumps(values, indent=0)
     return text.replace("[\n", "[").replace(",\n]", "]").replace(",\n", ", ")
 

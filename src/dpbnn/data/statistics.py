@@ -1,4 +1,4 @@
-"""Private statistics: noisy counts on a fixed public grid, and what follows from them."""
+"""Private statistics: noisy counts on a public grid, and quantiles, bounds, moments from them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Histograms:
     """Noisy counts of every column, as released. All methods are post-processing.
 
     Attributes:
-        edges: [columns, cells + 1], public; the outer cells take in everything beyond them.
-        counts: [columns, cells], with N(0, noise_std^2) in every one.
+        edges: [columns, cells + 1], public; the outer cells hold all values beyond them too.
+        counts: [columns, cells], each with N(0, noise_std^2) added.
         noise_std: standard deviation of the noise in a count.
         n: number of records, public; under add/remove that of the plan.
         event: what was charged, for `dpbnn.plan(beside=[...])`.
@@ -84,9 +84,9 @@ class Histograms:
 
             count_{j-w+1} + ... + count_j > tail n + z sqrt(w) noise_std,
 
-        where z is the normal quantile at which noise alone does that in a column without values
-        with probability at most beta/2; the upper bound likewise from above. A column in which no
-        sum gets there has the outermost edges.
+        where z is so large that noise alone exceeds it, in a column without values, with
+        probability at most beta/2. The upper bound is found likewise from above. If no sum is
+        large enough, the bounds are the outermost edges.
 
         Args:
             tail: share of the values that may lie outside on either side.
@@ -243,8 +243,8 @@ def share(fraction: float, **arguments: Any) -> tuple[Plan, Plan]:
     it charges them again. The statistics alone cost fraction * epsilon.
 
     Args:
-        fraction: of epsilon that the statistics would cost alone; training pays less than that,
-            since mechanisms compose better than their epsilons add up.
+        fraction: share of epsilon that the statistics would cost alone; training loses less than
+            that, since composition is tighter than adding epsilons.
         **arguments: epsilon, delta, n and the rest that `dpbnn.plan` takes for the training.
 
     Example:
@@ -394,7 +394,7 @@ def _sigma(plan: Plan | None, noise_multiplier: float | None, n: int) -> float:
 
 
 def _margins(cells: int, beta: float, noise_std: float) -> dict[int, float]:
-    """Return what the sums of w neighbouring empty cells all stay below with prob. 1 - beta/2."""
+    """Return bounds on all sums of w neighbouring empty cells that hold with prob. 1 - beta/2."""
     from scipy.stats import norm
 
     widths = [2**k for k in range(cells.bit_length())]

@@ -1,4 +1,7 @@
-"""Tables: named columns of numbers or text, as they were given."""
+"""Tables: named columns of numbers or text, from files, frames, arrays or mappings.
+
+A table never changes its values; errors quote no cell.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +30,15 @@ class TableError(ValueError):
 
 
 class TableWarning(UserWarning):
-    """Something in a table that is passed over."""
+    """Something in a table that is ignored."""
 
 
 class Table(Mapping[str, np.ndarray]):
     """Columns of equal length by name, in order.
 
     `table[name]` is a float64 array with NaN for missing values where every value is a number, and
-    an array of text with None for missing values otherwise. Encoding by a schema uses `raw`, so
-    that what a column is taken for never depends on the values in it.
+    an array of text with None for missing values otherwise. A schema encodes the raw values, so
+    that the type of a column does not depend on its values.
 
     Args:
         columns: arrays of numbers; arrays, lists or Arrow arrays of text; None only in arrays.
@@ -43,8 +46,8 @@ class Table(Mapping[str, np.ndarray]):
         lines: for every row its line in the file, if it came from a text file.
         missing: texts that stand for a missing value.
         first: index of the first row in the table that this is a part of.
-        named: False where the names stand in the first line of a text file. That line may be a
-            record after all, so that messages do not quote it.
+        named: False where the names come from the first line of a text file. That line may be a
+            record, so messages do not quote it.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class Table(Mapping[str, np.ndarray]):
         return self._columns[name]
 
     def listed(self, names: Sequence[str] | None = None, *, show: bool = False) -> str:
-        """Return names of columns for a message, or their number where they may be a record.
+        """Return column names for a message, or their number where they may be a record.
 
         Args:
             names: some of the table's; all of them by default.
@@ -139,7 +142,7 @@ class Table(Mapping[str, np.ndarray]):
         return kept
 
     def where(self, row: int) -> str:
-        """Return where a row is found, in words."""
+        """Return the place of a row in words: its line, or its number."""
         if self._lines is None or self._rows_named:
             number = self._first + row if self._lines is None else int(self._lines[row])
             return f"{self.source}, row {number}"
@@ -157,7 +160,7 @@ class Table(Mapping[str, np.ndarray]):
 
 
 def numbers(raw: Held, missing: frozenset[str] = MISSING) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return a column as float64 with NaN for missing, and which values are no numbers, if any."""
+    """Return a column as float64 with NaN for missing, and which values are not numbers, if any."""
     if isinstance(raw, np.ndarray) and raw.dtype.kind in "biuf":
         return np.asarray(raw, dtype=np.float64), None
     if isinstance(raw, pa.Array):
@@ -184,7 +187,7 @@ def codes(
     categories: Mapping[str, int],
     missing: frozenset[str] = MISSING,
 ) -> np.ndarray:
-    """Return the code of every value: -1 for missing, -2 for a value that is no category."""
+    """Return the code of every value: -1 for missing, -2 for a value that is not a category."""
     if isinstance(raw, np.ndarray) and raw.dtype.kind in "biuf":
         distinct, positions = np.unique(raw, return_inverse=True)
         texts = [cell(value) for value in distinct.tolist()]
@@ -199,7 +202,7 @@ def codes(
 
 
 def shown(names: Sequence[str], most: int = 8) -> str:
-    """Return a list of names for a message, cut where it is long."""
+    """Return a list of names for a message, shortened where it is long."""
     text = ", ".join(repr(name) for name in names[:most])
     return text + (f" and {len(names) - most} more" if len(names) > most else "") or "none"
 
@@ -211,15 +214,15 @@ def as_table(
     source: str | None = None,
     on_bad_rows: str = "error",
 ) -> Table:
-    """Return a table from whatever holds one.
+    """Return a table from any supported object.
 
     Args:
         values: a table, the path of a file, a pandas or polars DataFrame, a pyarrow Table, a
             mapping of columns, a structured array, or an array or tensor [rows, columns].
         names: of the columns of an array; x0, x1, ... by default.
         source: what errors call the table.
-        on_bad_rows: "error" or "show" refuse a cell that is neither a number nor text; "zero" takes
-            it for text that is no category.
+        on_bad_rows: "error" or "show" refuse a cell that is neither a number nor text; "zero"
+            takes it for text that is not a category.
     """
     if isinstance(values, Table):
         return values
@@ -274,7 +277,7 @@ def _columns(
 
 
 def column_of(name: str, values: np.ndarray, source: str, on_bad_rows: str = "error") -> np.ndarray:
-    """Return a column in one of the two forms that a table holds."""
+    """Return a column as numbers, or as text with None for missing values."""
     if values.ndim != 1:
         raise TableError(f"{source}: column {name!r} has {values.ndim} axes; give one value a row")
     if values.dtype.kind in "biuf":
@@ -298,7 +301,7 @@ def column_of(name: str, values: np.ndarray, source: str, on_bad_rows: str = "er
 
 
 def unique(names: Sequence[str], source: str, *, named: bool = True) -> None:
-    """Raise unless every column has a name of its own; it is quoted if it is surely a name."""
+    """Raise unless all column names differ; a name is quoted only if `named`."""
     seen: set[str] = set()
     for position, name in enumerate(names, 1):
         if not name:
@@ -336,16 +339,16 @@ def cell(value: Any) -> str | None:
 
 
 def _cell(value: Any, kinds: set[str]) -> str | None:
-    """Return one value as text; what is no cell becomes text of no use, and its kind is noted."""
+    """Return one value as text; for another type, add it to `kinds` and return a mark."""
     try:
         return cell(value)
-    except Exception:  # values of other types, and whatever their own comparisons raise
+    except Exception:  # another type, or an error of its own methods
         kinds.add(type(value).__name__)
         return "\ufffd"
 
 
 def _number(value: str | None) -> float | None:
-    """Return the number that a text is, NaN for a missing value, None for other text."""
+    """Return the number that a text stands for, NaN for a missing value, None for other text."""
     if value is None:
         return math.nan
     try:
@@ -410,7 +413,7 @@ def _plain(values: Any) -> np.ndarray:
         array = np.empty(len(values), dtype=object)
         for i, value in enumerate(values):
             array[i] = value
-    if array.dtype.kind in "US" and array.ndim == 1:  # numbers beside text became text
+    if array.dtype.kind in "US" and array.ndim == 1:  # NumPy turned numbers into text
         array = np.array(list(values), dtype=object)
     return array
 

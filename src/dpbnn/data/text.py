@@ -1,4 +1,7 @@
-"""Text into columns: separators, headers, quotes, line ends."""
+"""Reading text files: separators, headers, quotes, line ends.
+
+Errors quote no cell, and name a line only with on_bad_rows="show".
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ __all__ = ["SEPARATORS", "parse"]
 
 SEPARATORS = (",", ";", "\t")
 _SAMPLE = 50  # lines from which the separator is found
-_BLOCK = 1 << 22  # characters that are cut at once
+_BLOCK = 1 << 22  # characters read at once
 _TEXT = pa.large_string()
 _SPACES = " \t\v\f\x1c\x1d\x1e\x1f"
 
@@ -40,8 +43,8 @@ def parse(
     """Return the table in a text file; the arguments are those of `dpbnn.data.read_table`.
 
     Arrow cuts the lines in large blocks. From the first block on that holds a quote, an empty line
-    or a line of another length, the csv module reads line by line: it knows broken quotes, and
-    where a bad line is.
+    or a line of another length, the csv module reads line by line: it finds broken quotes and
+    the number of a bad line.
     """
     lines = _clean(path, file, comment, on_bad_rows)
     sample = list(itertools.islice(lines, _SAMPLE))
@@ -90,7 +93,7 @@ def parse(
 def _names(
     path: Path, top: list[str], header: bool, names: Sequence[str] | None, named: bool
 ) -> list[str]:
-    """Return the names of the columns, given, read or made up; errors quote them if `named`."""
+    """Return the column names: given, from the header, or x0, x1, ...; quoted only if `named`."""
     if header and names is None and _looks_like_data(top):
         raise TableError(
             f"{path}: the first line holds only numbers, so it is no header; pass "
@@ -109,7 +112,7 @@ def _names(
 def _clean(
     path: Path, lines: Iterable[str], comment: str | None, on_bad_rows: str
 ) -> Iterator[str]:
-    """Yield the lines of a text file, comments as empty ones."""
+    """Yield the lines of a text file; comments become empty lines."""
     for line in lines:
         if "\0" in line and on_bad_rows == "zero":
             line = line.replace("\0", "\ufffd")
@@ -127,8 +130,8 @@ def _rows(
 ) -> Iterator[tuple[int, list[str]]]:
     """Yield (line number, values) for every line that is not empty.
 
-    A line with broken quotes has no values under on_bad_rows="zero", unless the quotes reach into
-    other lines: then nobody knows how many rows there are.
+    With on_bad_rows="zero" a line with broken quotes has no values. It is refused all the same if
+    the quotes span several lines: the number of rows is unknown then.
     """
     if separator == " ":
         for number, line in enumerate(lines, before + 1):
@@ -155,7 +158,7 @@ def _rows(
 def _of_width(
     path: Path, rows: Iterable[tuple[int, list[str]]], width: int, on_bad_rows: str
 ) -> Iterator[tuple[int, list[str]]]:
-    """Yield rows of the right width; under on_bad_rows="zero" others have only missing values."""
+    """Yield rows of the right width; with on_bad_rows="zero" other rows are all missing values."""
     for line, row in rows:
         if len(row) == width:
             yield line, row
@@ -173,9 +176,9 @@ def _where(line: int, on_bad_rows: str) -> str:
 
 
 def _cut(block: str, separator: str, width: int) -> list[pa.Array] | None:
-    """Return the columns of whole lines, or None where they need a closer look.
+    """Return the columns of a block of whole lines, or None if the csv module must read them.
 
-    Arrow would drop a byte order mark, and takes no notice of broken quotes.
+    Arrow would drop a byte order mark and would not see broken quotes.
     """
     body = block.removesuffix(_line_ends(block))
     if width == 1 or not body or body[0] == "\ufeff" or '"' in body or "\0" in body:
@@ -206,12 +209,12 @@ def _cut(block: str, separator: str, width: int) -> list[pa.Array] | None:
 
 
 def _commented(block: str, comment: str | None) -> bool:
-    """Return whether a line of a block begins with the mark of a comment."""
+    """Return whether a line of a block is a comment."""
     return bool(comment) and any(f"{end}{comment}" in f"\n{block}" for end in "\r\n")
 
 
 def _line_ends(block: str) -> str:
-    """Return the line ends that a block of lines ends in."""
+    """Return the line ends at the end of a block."""
     size = len(block)
     while size and block[size - 1] in "\r\n":
         size -= 1
@@ -227,7 +230,7 @@ def _texts(values: Iterable[str]) -> pa.Array:
 
 
 def _sniff(sample: list[str]) -> str:
-    """Return the separator that cuts the first lines into equally many values, the most of them."""
+    """Return the separator that gives the most values a line, equally many in the first lines."""
     best, width = "", 1
     for separator in (*SEPARATORS, " "):
         try:
@@ -253,7 +256,7 @@ def _looks_like_data(row: list[str]) -> bool:
 
 
 def _point(value: str) -> str:
-    """Return a number with a decimal comma with a point instead."""
+    """Return a number with a decimal point in place of a comma; other text as it is."""
     pointed = value.replace(",", ".")
     try:
         float(pointed)

@@ -1,4 +1,4 @@
-"""PrivateBayesClassifier."""
+"""PrivateBayesClassifier: the scikit-learn estimator for classes."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         clip: largest norm of one row's gradient; by default solved for ("sgld", "sghmc") or 1.
         learning_rate: of the method; see `dpbnn.estimators.recipes` for the defaults.
         samples: posterior samples in a prediction.
-        recalibrate: share of epsilon, such as 0.1, for a temperature of the predictions that a
-            fifth of the rows, held out of the training, decides.
-        conformal: share of misses, such as 0.1, of sets that cover the truth; a fifth of the
-            rows is held out for them, and a fifth of epsilon pays for them.
+        recalibrate: share of epsilon, such as 0.1, for a temperature of the predictions, found on a
+            fifth of the rows, which are held out of the training.
+        conformal: share of misses, such as 0.1, allowed to prediction sets; they cost a fifth of
+            epsilon and use a fifth of the rows, held out of the training.
         ledger: path of a ledger file, or a `Ledger`, that all fits share; a clone keeps it. A file
             that does not exist yet gets (epsilon, delta) as its budget.
         tuning_runs: how many other runs chose these settings, for the statement; 0 says none did.
@@ -48,7 +48,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
             there are; "show" does the same and quotes the first of them; "zero" lets them
             contribute nothing.
         random_state: of initialisation and prediction; noise and sampling draw from the operating
-            system (without privacy, everything follows from it).
+            system (without privacy, they follow from it too).
         device: "cpu" or "cuda".
         progress: show a progress bar.
 
@@ -135,8 +135,8 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         """Return for every row the classes that may be true, as booleans [rows, classes].
 
         With `conformal=alpha` a set holds the truth with probability at least 1 - alpha - 0.01, for
-        rows exchangeable with those of the training. A set can be empty: no class looks like what
-        was seen then.
+        rows exchangeable with those of the training. A set can be empty,
+        where no class is plausible.
 
         Args:
             X: inputs [rows, columns].
@@ -145,7 +145,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         return self.covering(self.predictive(X))
 
     def covering(self, predictive: Predictive) -> np.ndarray:
-        """Return the sets of predictions that were made already; see `predict_set`."""
+        """Return the sets for given predictions; see `predict_set`."""
         return (1 - predictive.mean.double() <= self._covering()).cpu().numpy()
 
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:

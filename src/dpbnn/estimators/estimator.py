@@ -63,7 +63,7 @@ class PrivateBayes(BaseEstimator):
 
     @abstractmethod
     def _target(self, y: np.ndarray) -> Target:
-        """Return the targets for the network, and set what is known of them."""
+        """Return the targets for the network, and set the fitted attributes about them."""
 
     @abstractmethod
     def _original(self, predictive: Predictive) -> Predictive:
@@ -157,7 +157,7 @@ class PrivateBayes(BaseEstimator):
 
     @property
     def calibration_(self) -> dict[str, float]:
-        """What held-out rows have decided; empty without `recalibrate` and `conformal`."""
+        """What was found on held-out rows; empty without `recalibrate` and `conformal`."""
         check_is_fitted(self)
         found = {}
         if self.temperature_ is not None:
@@ -243,7 +243,7 @@ class PrivateBayes(BaseEstimator):
         return posterior
 
     def _covering(self) -> float:
-        """Return the threshold of sets and intervals that cover."""
+        """Return the threshold of prediction sets and intervals."""
         check_is_fitted(self)
         if self.threshold_ is None:
             raise ValueError(
@@ -290,7 +290,7 @@ class PrivateBayes(BaseEstimator):
         return found, y
 
     def _check_settings(self) -> None:
-        """Raise for settings that no fit can take, before anything is spent."""
+        """Raise for invalid settings, before anything is spent."""
         names = ("epsilon", "delta", "batch_size", "epochs", "clip", "learning_rate")
         check_positive(**{name: getattr(self, name) for name in names})
         check_count(samples=0 if self.samples is None else self.samples)

@@ -1,8 +1,8 @@
-"""Settings that a user need not choose: functions of public numbers, the same for every table.
+"""Default settings: functions of public numbers, the same for every table.
 
 They were chosen on splits of the training parts of public tables (benchmarks/tables.py names them
-and repeats the comparison), at epsilon 1, for accuracy and calibration together. None of them
-depends on the data that is fitted, other than by its number of rows, which is public.
+and repeats the comparison), at epsilon 1, for accuracy and calibration together. They may not
+depend on the data that is fitted, except for its number of rows, which is public.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from dpbnn.privacy.plan import Plan, open_plan, plan
 __all__ = ["METHODS", "Recipe", "default_delta"]
 
 _BATCH = 1024
-_ALL = 2048  # up to so many rows, every step takes all of them
+_ALL = 2048  # rows up to which every step uses all of them
 _FEW = 400  # rows below which a classifier's steps shrink with n, so that its clip does not
-_NOISE = 0.25  # std of scaled targets below which steps shrink with it
-_KEPT = 100  # iterates of a chain, spread over its second half
+_NOISE = 0.25  # std of scaled targets below which step sizes shrink with it
+_KEPT = 100  # stored iterates of a chain, from its second half
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a method is set where the user leaves it open.
+    """Defaults of one method.
 
     Attributes:
         method: the class of its settings.

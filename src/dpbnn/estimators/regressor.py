@@ -1,4 +1,4 @@
-"""PrivateBayesRegressor."""
+"""PrivateBayesRegressor: the scikit-learn estimator for a number."""
 
 from __future__ import annotations
 
@@ -27,38 +27,13 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         method: as in `PrivateBayesClassifier`, like all that is not named here.
         epsilon: the budget of one fit; None trains WITHOUT privacy, and both kinds of bounds may
             then be left out.
-        delta: of the guarantee.
-        bounds: public range of the inputs.
         target_bounds: (low, high), public range of the target.
         noise_std: of the observations, in the target's units; None learns it.
-        hidden: widths of the hidden layers.
-        prior: of the weights.
-        batch_size: expected batch size.
-        epochs: passes over the data.
-        clip: largest norm of one row's gradient.
-        learning_rate: of the method.
-        samples: posterior samples in a prediction.
-        recalibrate: share of epsilon, such as 0.1, for a temperature of the predictions that a
-            fifth of the rows, held out of the training, decides.
-        conformal: share of misses, such as 0.1, of intervals that cover the truth; a fifth of the
-            rows is held out for them, and a fifth of epsilon pays for them.
-        ledger: path of a ledger file, or a `Ledger`, that all fits share.
-        tuning_runs: how many other runs chose these settings.
-        on_bad_rows: "error", "show" or "zero".
-        random_state: of initialisation and prediction.
-        device: "cpu" or "cuda".
-        progress: show a progress bar.
+        conformal: share of misses, such as 0.1, allowed to prediction intervals; they cost a fifth
+            of epsilon and use a fifth of the rows, held out of the training.
 
     Attributes:
-        target_bounds_: (low, high) of the target.
-        privacy_: the `PrivacyStatement`.
-        posterior_: the posterior over the weights, for inputs and targets scaled to [-1, 1].
-        ledger_: what was spent.
-        plan_: the plan of the training.
-        bounds_: (low, high) of every column.
-        diagnostics_: how well the chain has mixed, at public inputs.
-        temperature_: of the predictions; None without `recalibrate`.
-        threshold_: of the intervals; None without `conformal`.
+        target_bounds_: (low, high) of the target; the others are those of the classifier.
     """
 
     _regression = True
@@ -134,7 +109,7 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         return self.covering(self.predictive(X))
 
     def covering(self, predictive: Predictive) -> tuple[np.ndarray, np.ndarray]:
-        """Return the intervals of predictions that were made already; see `predict_interval`."""
+        """Return the intervals for given predictions; see `predict_interval`."""
         threshold = self._covering()
         mean, std = predictive.mean.double(), predictive.std.double()
         return (mean - threshold * std).cpu().numpy(), (mean + threshold * std).cpu().numpy()

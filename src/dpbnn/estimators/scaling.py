@@ -15,10 +15,10 @@ from dpbnn.privacy.checks import quoted
 
 __all__ = ["Scaling", "as_array", "in_a_line", "parsed_bounds"]
 
-_TIMES = ("date", "time", "duration", "period")  # how types of no use as numbers are called
+_TIMES = ("date", "time", "duration", "period")  # in the names of types that are not numbers
 _BLOCK = 1 << 16  # numbers scaled at once, few enough for the processor's cache
 _CELLS = ("some cells are text", "float() argument", "dtype='num", "Unable to convert", "Input")
-_PUBLIC = re.compile(  # what scikit-learn and NumPy say without quoting a value
+_PUBLIC = re.compile(  # texts of scikit-learn and NumPy that quote no value
     r"Input( [Xy])? contains (NaN|infinity or a value too large for dtype\('\w+'\))"
     r"|float\(\) argument must be a string or a real number, not '[\w.]+'"
     r"|dtype='numeric' is not compatible with arrays of bytes/strings.*"
@@ -42,8 +42,7 @@ _PUBLIC = re.compile(  # what scikit-learn and NumPy say without quoting a value
 class Scaling:
     """Clips numbers to bounds (l, h) and scales them to [-1, 1]: 2 (clip(x, l, h) - l)/(h - l) - 1.
 
-    A column with l = h carries nothing and becomes 0. What is not finite becomes NaN, so that it
-    cannot pass for a bound.
+    A column with l = h becomes 0. Values that are not finite become NaN, not a bound.
 
     Attributes:
         low: lower bounds, one or one per column.
@@ -75,7 +74,7 @@ class Scaling:
         """Return values clipped to the bounds and scaled to [-1, 1].
 
         Args:
-            values: the numbers; they are returned themselves where nothing is to be done.
+            values: the numbers; returned without a copy if scaling changes nothing.
             dtype: of the result; it is computed in float64.
         """
         if self._keeps(values, dtype):
@@ -126,7 +125,7 @@ def as_array(values: Any, name: str = "X") -> Any:
 
 @contextlib.contextmanager
 def in_a_line(cure: str, X: Any, y: Any = None, *, show: bool = False) -> Iterator[None]:
-    """Say in one line what scikit-learn's validation finds, without quoting a value.
+    """Turn errors of scikit-learn's validation into one line that quotes no value.
 
     Args:
         cure: what to do about values that are not finite.
@@ -150,7 +149,7 @@ def in_a_line(cure: str, X: Any, y: Any = None, *, show: bool = False) -> Iterat
 
 
 def _told(error: Exception) -> str:
-    """Return the parts of an error's text that are known to quote no value, or its type."""
+    """Return the parts of an error's text that quote no value, or else its type."""
     line, *rest = [part.strip().rstrip(".:") for part in str(error).strip().split("\n")]
     if line.startswith("could not convert string"):
         return _CELLS[0]
@@ -189,7 +188,7 @@ def _titles(values: Any, width: int) -> list[Any]:
 def parsed_bounds(
     bounds: Any, features: int | None, names: Sequence[str] | None = None, argument: str = "bounds"
 ) -> Scaling:
-    """Return the scaling that a user's bounds mean.
+    """Return the scaling for a user's bounds.
 
     Args:
         bounds: (low, high), each a number or one per column; or a mapping from every column's name

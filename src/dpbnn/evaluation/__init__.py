@@ -1,4 +1,7 @@
-"""What predictions are worth: accuracy, calibration, selective prediction, diagnostics."""
+"""Metrics of predictions: accuracy, calibration, selective prediction; chain diagnostics.
+
+Nothing here is private in the test data.
+"""
 
 from dpbnn.evaluation.classification import (
     Reliability,

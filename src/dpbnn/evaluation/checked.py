@@ -1,4 +1,4 @@
-"""What every metric is computed from, checked: probabilities and labels, or predictions."""
+"""Checked inputs of the metrics: probabilities and labels, or predictions and targets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpbnn.predictive import ClassPredictive, Predictive, RealPredictive
 Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.integer[Any]]
 
-_ROWS = 1 << 22  # numbers of a temporary
+_ROWS = 1 << 22  # numbers in a temporary array
 
 
 def array(values: Any, name: str) -> NDArray[Any]:
@@ -33,7 +33,7 @@ def array(values: Any, name: str) -> NDArray[Any]:
 
 
 def finite(values: Any, name: str) -> Floats:
-    """Return numbers as float64, refusing NaN, infinity and nothing at all."""
+    """Return numbers as float64; NaN, infinity and empty input are refused."""
     found = array(values, name).astype(np.float64)
     if not found.size:
         raise ValueError(f"{name} is empty; give at least one record")
@@ -52,7 +52,7 @@ class Classified:
     Attributes:
         probabilities: of every class, rows that sum to 1.
         y: labels from 0 to K - 1.
-        predictive: what the probabilities were taken from, where that is a predictive.
+        predictive: the predictive that the probabilities come from, if there is one.
     """
 
     probabilities: Floats

@@ -1,4 +1,7 @@
-"""Accuracy, log-loss, Brier score and calibration errors of class probabilities."""
+"""Accuracy, log-loss, Brier score and calibration errors of class probabilities.
+
+All of them take a `ClassPredictive`, or probabilities [N, K], and labels [N] from 0 to K - 1.
+"""
 
 from __future__ import annotations
 
@@ -24,32 +27,17 @@ __all__ = [
 
 
 def accuracy(predictive: Any, y: Any) -> float:
-    """Return the share of records whose most probable class is the label.
-
-    Args:
-        predictive: a `ClassPredictive`, or probabilities [N, K].
-        y: labels [N], from 0 to K - 1.
-    """
+    """Return the share of records whose most probable class is the label."""
     return _value(accuracies, Classified.of(predictive, y))
 
 
 def nll(predictive: Any, y: Any) -> float:
-    """Return the mean of -log p(y_i); infinite where a label has probability 0.
-
-    Args:
-        predictive: a `ClassPredictive`, or probabilities [N, K].
-        y: labels [N], from 0 to K - 1.
-    """
+    """Return the mean of -log p(y_i); infinite where a label has probability 0."""
     return _value(nlls, Classified.of(predictive, y))
 
 
 def brier(predictive: Any, y: Any) -> float:
-    """Return the mean of sum_k (p_ik - 1[y_i = k])^2, from 0 to 2.
-
-    Args:
-        predictive: a `ClassPredictive`, or probabilities [N, K].
-        y: labels [N], from 0 to K - 1.
-    """
+    """Return the mean of sum_k (p_ik - 1[y_i = k])^2, from 0 to 2."""
     return _value(briers, Classified.of(predictive, y))
 
 
@@ -61,8 +49,8 @@ def ece(predictive: Any, y: Any, bins: int = 15, kind: str = "width") -> float:
     Bins are [a, b), the last one [a, 1], so that confidences of exactly 0 and 1 are in bins.
 
     Args:
-        predictive: a `ClassPredictive`, or probabilities [N, K].
-        y: labels [N], from 0 to K - 1.
+        predictive: probabilities.
+        y: labels.
         bins: number of bins.
         kind: "width" for bins of equal width on [0, 1]; "mass" for bins of (nearly) equally many
             records, between quantiles of the confidence. Equal confidences share a bin.
@@ -72,11 +60,11 @@ def ece(predictive: Any, y: Any, bins: int = 15, kind: str = "width") -> float:
 
 
 def mce(predictive: Any, y: Any, bins: int = 15, kind: str = "width") -> float:
-    """Return the maximum calibration error, max_b |accuracy_b - confidence_b|, of filled bins.
+    """Return the maximum calibration error, max_b |accuracy_b - confidence_b|, without empty bins.
 
     Args:
-        predictive: a `ClassPredictive`, or probabilities [N, K].
-        y: labels [N], from 0 to K - 1.
+        predictive: probabilities.
+        y: labels.
         bins: number of bins.
         kind: "width" or "mass", as in `ece`.
     """
@@ -90,8 +78,8 @@ def classwise_ece(predictive: Any, y: Any, bins: int = 15) -> float:
     Reference: Kull et al., Beyond temperature scaling, 2019.
 
     Args:
-        predictive: a `ClassPredictive`, or probabilities [N, K].
-        y: labels [N], from 0 to K - 1.
+        predictive: probabilities.
+        y: labels.
         bins: number of bins of equal width.
     """
     c = Classified.of(predictive, y)
@@ -99,12 +87,7 @@ def classwise_ece(predictive: Any, y: Any, bins: int = 15) -> float:
 
 
 def global_gap(predictive: Any, y: Any) -> float:
-    """Return |accuracy - mean confidence|, which the DP-BNN paper's code reports as "ECE".
-
-    Args:
-        predictive: a `ClassPredictive`, or probabilities [N, K].
-        y: labels [N], from 0 to K - 1.
-    """
+    """Return |accuracy - mean confidence|, which the DP-BNN paper's code reports as "ECE"."""
     return _value(global_gaps, Classified.of(predictive, y))
 
 
@@ -129,8 +112,8 @@ def reliability(predictive: Any, y: Any, bins: int = 15, kind: str = "width") ->
     """Return the data of a reliability diagram.
 
     Args:
-        predictive: a `ClassPredictive`, or probabilities [N, K].
-        y: labels [N], from 0 to K - 1.
+        predictive: probabilities.
+        y: labels.
         bins: number of bins.
         kind: "width" or "mass", as in `ece`.
     """
@@ -164,7 +147,7 @@ def briers(c: Classified, sums: Sums) -> Floats:
 
 
 def eces(c: Classified, sums: Sums, edges: Floats) -> Floats:
-    """Return the expected calibration error of every resample; the bins stay where they are."""
+    """Return the expected calibration error of every resample; the bins are fixed."""
     gap = sums(c.hit - c.confidence, slots_of(c.confidence, edges), len(edges) - 1)
     return np.abs(gap).sum(1) / sums.total
 
@@ -211,7 +194,7 @@ def edges_of(confidence: Floats, bins: int, kind: str) -> Floats:
 
 
 def slots_of(values: Floats, edges: Floats) -> Integers:
-    """Return the bin of every value: [a, b), the last one closed; rounding beyond 1 is in it."""
+    """Return the bin of every value: [a, b), the last one [a, 1] and beyond, for rounding."""
     return np.clip(np.searchsorted(edges, values, side="right") - 1, 0, len(edges) - 2)
 
 

@@ -1,7 +1,7 @@
-"""Chain diagnostics in function space: do chains agree, and how many draws are they worth?
+"""Chain diagnostics of the network's outputs: split R-hat and effective sample size.
 
-Weights of a network are not identified (hidden units can change places), so that convergence of
-weights is neither needed nor expected; what predictions are made of are the network's outputs.
+Weights of a network are not identified (hidden units can swap places), so their convergence is
+neither needed nor expected. Predictions depend on the outputs alone.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from dpbnn.evaluation.checked import Floats, finite
+from dpbnn.evaluation.summary import plain
 from dpbnn.likelihoods import full
 
 __all__ = ["Diagnostics", "chain_diagnostics", "diagnose"]
 
-_CELLS = 1 << 21  # numbers of a temporary
-_RHAT, _ESS = 1.01, 100  # what Vehtari et al. ask for; the ESS for every chain
+_CELLS = 1 << 21  # numbers in a temporary array
+_RHAT, _ESS = 1.01, 100  # limits of Vehtari et al.; the ESS per chain
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,7 +29,7 @@ class Diagnostics:
 
     Attributes:
         rhat: rank-normalised split R-hat of every function, the larger of bulk and folded; NaN for
-            functions that do not move.
+            constant functions.
         ess_bulk: effective number of draws for the centre of every function.
         ess_tail: effective number of draws for its 5 % and 95 % quantiles.
         chains: number of chains.
@@ -49,35 +50,23 @@ class Diagnostics:
 
     @property
     def worst(self) -> dict[str, float]:
-        """Largest R-hat and smallest effective sample sizes; NaN if no function moves."""
+        """Largest R-hat and smallest effective sample sizes; NaN if all functions are constant."""
         pick = {"rhat": np.fmax, "ess_bulk": np.fmin, "ess_tail": np.fmin}
         return {k: float(p.reduce(getattr(self, k), axis=None)) for k, p in pick.items()}
 
     @property
     def median(self) -> dict[str, float]:
-        """Medians over the functions that move."""
+        """Medians over the functions that are not constant."""
         moving = {k: getattr(self, k) for k in ("rhat", "ess_bulk", "ess_tail")}
         kept = {k: v[np.isfinite(v)] for k, v in moving.items()}
         return {k: float(np.median(v)) if v.size else math.nan for k, v in kept.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the summary as plain values for JSON; NaN is None, infinity the text "inf"."""
-
-        def plain(value: float | None) -> float | str | None:
-            if value is None or math.isnan(value):
-                return None
-            return value if math.isfinite(value) else str(value)
-
-        return {
-            "chains": self.chains,
-            "draws": self.draws,
-            "functions": int(self.rhat.size),
-            "worst": {k: plain(v) for k, v in self.worst.items()},
-            "median": {k: plain(v) for k, v in self.median.items()},
-            "clip": plain(self.clip),
-            "temperature": self.temperature,
-            "warnings": list(self.warnings),
-        }
+        names = ("worst", "median", "clip", "temperature", "warnings")
+        own = {name: plain(getattr(self, name)) for name in names}
+        functions = int(self.rhat.size)
+        return {"chains": self.chains, "draws": self.draws, "functions": functions, **own}
 
     def __str__(self) -> str:
         worst, median = self.worst, self.median
@@ -133,9 +122,9 @@ def diagnose(
 
     Args:
         posterior: an `IteratePosterior`, from SGLD or SGHMC.
-        x: inputs that are no secret, examples first.
+        x: public inputs, examples first.
         chains: number of chains, stored one after the other; the settings' by default.
-        inputs: most inputs used, evenly spaced.
+        inputs: largest number of inputs used, evenly spaced.
     """
     stored = getattr(posterior, "iterates", None)
     if stored is None:

@@ -1,4 +1,7 @@
-"""Error, density, intervals and ranks of regression predictions, mixtures of Gaussians."""
+"""Metrics of regression predictions (mixtures of Gaussians): error, density, intervals, CRPS.
+
+All of them take a `RealPredictive`, and targets of the shape of its mean.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from dpbnn.predictive import Predictive
 __all__ = ["Coverage", "crps", "interval_coverage", "log_likelihood", "pit", "rmse"]
 
 LEVELS = (0.5, 0.8, 0.9, 0.95)
-_BLOCK = 1 << 17  # numbers of a temporary, which then stays in cache
-_WIDTHS = 2000  # most records whose intervals are solved for
+_BLOCK = 1 << 17  # numbers in a temporary array, few enough for the cache
+_WIDTHS = 2000  # largest number of records whose intervals are computed
 
 
 def rmse(predictive: Any, y: Any) -> float:
@@ -42,12 +45,7 @@ def rmse(predictive: Any, y: Any) -> float:
 
 
 def log_likelihood(predictive: Any, y: Any) -> float:
-    """Return the mean of log p(y_i | x_i), joint over a record's outputs.
-
-    Args:
-        predictive: a `RealPredictive`.
-        y: targets, shaped like the mean.
-    """
+    """Return the mean of log p(y_i | x_i), joint over a record's outputs."""
     t = Targeted.of(predictive, y)
     return float(log_densities(t).mean())
 
@@ -56,10 +54,6 @@ def pit(predictive: Any, y: Any) -> Floats:
     """Return the probability integral transform, F(y_i | x_i) of the mixture, shaped like y.
 
     Uniform on [0, 1] where the prediction is calibrated.
-
-    Args:
-        predictive: a `RealPredictive`.
-        y: targets, shaped like the mean.
     """
     return ranks(Targeted.of(predictive, y))
 
@@ -82,17 +76,13 @@ def crps(predictive: Any, y: Any) -> float:
     Exact for a mixture of S Gaussians; takes time S^2 N.
 
     Reference: Grimit et al., The continuous ranked probability score for circular variables, 2006.
-
-    Args:
-        predictive: a `RealPredictive`.
-        y: targets, shaped like the mean.
     """
     return float(scores(Targeted.of(predictive, y)).mean())
 
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
-    """Whether intervals hold what they promise.
+    """Nominal and observed coverage of intervals.
 
     Attributes:
         nominal: probability of the equal-tailed interval.

@@ -13,15 +13,15 @@ from dpbnn.evaluation.checked import Floats, Integers, array
 
 __all__ = ["Metric", "Resamples", "Sums", "Whole", "bootstrap"]
 
-_UNITS = 10_000  # most units that are drawn with replacement
-_CELLS = 5_000_000  # numbers of a block of weights
+_UNITS = 10_000  # largest number of units drawn with replacement
+_CELLS = 5_000_000  # numbers in a block of weights
 
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
     """A number with its bootstrap interval.
 
-    The interval runs between quantiles of the resampled metric, moved so that their median falls on
+    The interval lies between quantiles of the resampled metric, shifted so that their median is
     the value. It states the sampling error; it does not remove the bias that binned metrics such as
     the calibration error have on few records.
 
@@ -73,10 +73,10 @@ class Whole(Sums):
 
 
 class Resamples(Sums):
-    """Records drawn with replacement, as often as there are.
+    """Resamples: n records drawn with replacement from n.
 
-    More than 10000 records are first put into 10000 groups at random, and groups are drawn; a sum
-    has the same variance that way, and the time does not grow.
+    More than 10000 records are first put into 10000 groups at random, and groups are drawn. A sum
+    keeps its variance, and the time stays bounded.
 
     Args:
         n: number of records.
@@ -182,7 +182,7 @@ def bootstrap(
 
 
 def interval(value: float, drawn: Floats, level: float, within: tuple[float, float]) -> Metric:
-    """Return the value with the quantiles of the resampled ones, their median moved onto it."""
+    """Return the value with quantiles of the resampled values, their median shifted to it."""
     drawn = drawn[np.isfinite(drawn)]
     if not (len(drawn) and math.isfinite(value)):
         return Metric(value)
@@ -192,7 +192,7 @@ def interval(value: float, drawn: Floats, level: float, within: tuple[float, flo
 
 
 def check_bootstrap(resamples: int, level: float) -> None:
-    """Raise unless there are some resamples or none, and a probability."""
+    """Raise unless resamples is a whole number >= 0 and level a probability."""
     if not (resamples >= 0 and resamples == int(resamples)):
         raise ValueError(f"resamples={resamples}: must be a whole number >= 0; try 1000")
     if not 0 < level < 1:

@@ -1,4 +1,4 @@
-"""Selective prediction and out-of-distribution detection: is the uncertainty in the right order?"""
+"""Selective prediction and out-of-distribution detection: does uncertainty rank records well?"""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def risk_coverage_of(c: Classified, score: Any) -> RiskCoverage:
 def aurcs(c: Classified, sums: Sums, score: Any = "confidence") -> Floats:
     """Return the area under the risk-coverage curve of every resample.
 
-    Resampled curves are known at 200 points, and straight between them.
+    Resampled curves are computed at 200 points and interpolated linearly.
     """
     if isinstance(sums, Whole):
         return np.array([risk_coverage_of(c, score).aurc])

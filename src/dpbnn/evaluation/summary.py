@@ -1,4 +1,4 @@
-"""evaluate(): everything that can be said about predictions on test data, with intervals."""
+"""evaluate(): all metrics of predictions on test data, with bootstrap intervals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dpbnn.predictive import RealPredictive
 __all__ = ["Evaluation", "Histogram", "evaluate"]
 
 SCHEMA = 1
-_CURVE = 200  # most points of a stored curve
+_CURVE = 200  # largest number of points in a stored curve
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Histogram:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Evaluation:
-    """What predictions are worth on test data.
+    """Metrics of predictions on test data, and the data of their diagrams.
 
     Attributes:
         task: "classification" or "regression".
@@ -68,7 +68,7 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; NaN is None, infinity the text "inf"."""
-        return {"schema": SCHEMA, **_plain(self)}
+        return {"schema": SCHEMA, **plain(self)}
 
     def to_json(self) -> str:
         """Return the evaluation as JSON."""
@@ -127,7 +127,7 @@ LABELS = {
     "log_likelihood": "log-likelihood per record",
     "crps": "CRPS",
 }
-"""What the metrics are called in tables."""
+"""Names of the metrics in tables."""
 
 _RANGES = {
     **dict.fromkeys(LABELS, (0.0, 1.0)),
@@ -142,7 +142,7 @@ def evaluate(
 ) -> Evaluation:
     """Return all metrics of a prediction, with bootstrap intervals and the data of the diagrams.
 
-    Test labels that are private make every number here a release that nobody has accounted for.
+    The numbers are not private in the test data: no noise is added and no budget is charged.
 
     Args:
         predictive: from `posterior.predict(x)`; or class probabilities [N, K].
@@ -216,14 +216,15 @@ def _histogram(values: Floats) -> Histogram:
     return Histogram(edges, counts)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return plain values for JSON; NaN is None, infinity the text "inf"."""
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
-        return {field.name: _plain(getattr(value, field.name)) for field in fields}
+        return {field.name: plain(getattr(value, field.name)) for field in fields}
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, (tuple, np.ndarray)):
-        return [_plain(item) for item in (value.tolist() if hasattr(value, "tolist") else value)]
+        return [plain(item) for item in (value.tolist() if hasattr(value, "tolist") else value)]
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     return value

@@ -104,7 +104,7 @@ def _others(total: Reading | None, count: int) -> str:
 
 
 def _best(keys: Sequence[str], evaluations: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the best value of every metric that has a better end."""
+    """Return the best value of every metric for which higher or lower is better."""
     choose = {"higher": max, "lower": min}
     return {
         key: choose[figures.meaning(key).better](

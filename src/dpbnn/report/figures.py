@@ -95,7 +95,7 @@ def meaning(key: str) -> Meaning:
 
 
 def value_of(number: float | str | None) -> float:
-    """Return a number that may have been through JSON: None is NaN, texts are infinities."""
+    """Return a number that may come from JSON: None is NaN, texts are infinities."""
     return math.nan if number is None else float(number)
 
 
@@ -129,88 +129,46 @@ def metric_rows(metrics: Mapping[str, Mapping[str, Any]]) -> list[MetricRow]:
 
 def evaluation_charts(evaluation: Mapping[str, Any]) -> list[Chart]:
     """Return the charts of an evaluation, in the order of the page."""
-    found = [
-        _reliability(evaluation.get("reliability")),
-        _confidence(evaluation.get("confidence_histogram")),
-        _risk(evaluation.get("risk_coverage")),
-        *_regression(evaluation),
-    ]
-    return [chart for chart in found if chart is not None]
-
-
-def _reliability(values: Mapping[str, Any] | None) -> Chart | None:
-    if not values:
-        return None
-    return Chart(
-        "reliability",
-        "Reliability",
-        charts.reliability(
-            values["edges"], values["counts"], values["confidence"], values["accuracy"]
-        ),
-        "Of all answers given with confidence 0.8, say, a calibrated model has 80 % right: "
-        "points on the dashed line. Orange strokes are the gaps, blue ones 95 % Wilson intervals; "
-        "larger points stand for more records, which are counted below.",
-    )
-
-
-def _confidence(values: Mapping[str, Any] | None) -> Chart | None:
-    if not values:
-        return None
-    return Chart(
-        "confidence",
-        "Confidence",
-        charts.confidence_histogram(values["edges"], values["counts"]),
-        "How sure the model is: the probability it gives to the class it names.",
-    )
-
-
-def _risk(values: Mapping[str, Any] | None) -> Chart | None:
-    if not values or not len(values["coverage"]):
-        return None
-    aurc = values.get("aurc")
-    caption = (
-        "The error rate if only the most certain part of the records is answered and the rest is "
-        "passed on. The dashed line answers all of them."
-    )
-    if aurc is not None:
-        caption += f" Area under the curve (AURC): {decimals(aurc)}."
-    return Chart(
-        "risk-coverage",
-        "Risk and coverage",
-        charts.risk_coverage(values["coverage"], values["risk"], aurc),
-        caption,
-    )
-
-
-def _regression(evaluation: Mapping[str, Any]) -> list[Chart | None]:
-    intervals, pit = evaluation.get("coverage"), evaluation.get("pit")
-    found: list[Chart | None] = []
-    if intervals:
-        rows = [
-            (row["nominal"], row["observed"], value_of(row["low"]), value_of(row["high"]))
-            for row in intervals
-        ]
-        found.append(
-            Chart(
-                "coverage",
-                "Interval coverage",
-                charts.coverage(rows),
-                "How many targets lie inside intervals that promise to hold a given share. On the "
-                "dashed line promise and truth agree; below it the model is too sure. Upright "
-                "strokes are bootstrap intervals.",
-            )
+    found = []
+    if values := evaluation.get("reliability"):
+        parts = [values[name] for name in ("edges", "counts", "confidence", "accuracy")]
+        caption = (
+            "Of all answers given with confidence 0.8, say, a calibrated model has 80 % right: "
+            "points on the dashed line. Orange strokes are the gaps, blue ones 95 % Wilson "
+            "intervals; larger points stand for more records, which are counted below."
         )
-    if pit:
-        found.append(
-            Chart(
-                "pit",
-                "Probability integral transform (PIT)",
-                charts.pit(pit["edges"], pit["counts"]),
-                "Where targets fall in their own predictive distribution. Flat is calibrated, a "
-                "hump is too unsure, a bowl too sure, a slope is bias. Grey: 99 % of the bars "
-                "of a calibrated model lie there.",
-            )
+        found.append(Chart("reliability", "Reliability", charts.reliability(*parts), caption))
+    if values := evaluation.get("confidence_histogram"):
+        svg = charts.confidence_histogram(values["edges"], values["counts"])
+        caption = "How sure the model is: the probability it gives to the class it names."
+        found.append(Chart("confidence", "Confidence", svg, caption))
+    if (values := evaluation.get("risk_coverage")) and len(values["coverage"]):
+        aurc = values.get("aurc")
+        svg = charts.risk_coverage(values["coverage"], values["risk"], aurc)
+        caption = (
+            "The error rate if only the most certain part of the records is answered and the rest "
+            "is passed on. The dashed line answers all of them."
         )
+        if aurc is not None:
+            caption += f" Area under the curve (AURC): {decimals(aurc)}."
+        found.append(Chart("risk-coverage", "Risk and coverage", svg, caption))
+    if rows := evaluation.get("coverage"):
+        names = ("nominal", "observed", "low", "high")
+        svg = charts.coverage([tuple(value_of(row[name]) for name in names) for row in rows])
+        caption = (
+            "How many targets lie inside intervals that promise to hold a given share. On the "
+            "dashed line promise and truth agree; below it the model is too sure. Upright "
+            "strokes are bootstrap intervals."
+        )
+        found.append(Chart("coverage", "Interval coverage", svg, caption))
+    if values := evaluation.get("pit"):
+        svg = charts.pit(values["edges"], values["counts"])
+        caption = (
+            "Where targets fall in their own predictive distribution. Flat is calibrated, a "
+            "hump is too unsure, a bowl too sure, a slope is bias. Grey: 99 % of the bars "
+            "of a calibrated model lie there."
+        )
+        found.append(Chart("pit", "Probability integral transform (PIT)", svg, caption))
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a report is made of: plain values, and nothing that could open the data."""
+"""The contents of a report: plain values, without access to the data."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Reading:
 
 
 def guess_chance(epsilon: float, delta: float) -> float:
-    """Return the largest chance of guessing right which of two neighbours was used, at even odds.
+    """Return the best chance to guess which of two neighbours was used, at even odds.
 
     TPR <= e^eps FPR + delta, and the same of the complements, give (e^eps + delta)/(1 + e^eps); for
     delta = 0 that is 1/(1 + e^-eps).
@@ -65,7 +65,7 @@ def guess_chance(epsilon: float, delta: float) -> float:
 
 
 def percent_up(share: float) -> str:
-    """Return a share in percent, never below it, with the decimals that keep it below 100."""
+    """Return a share in percent, rounded up, with enough decimals to stay below 100."""
     for digits in range(1, 5):
         scale = 10**digits
         if (up := math.ceil(share * 100 * scale - 1e-9) / scale) < 100:

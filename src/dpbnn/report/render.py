@@ -24,7 +24,7 @@ _NOT_PUBLIC = (
 _CHAIN_FACTS = ("chains", "draws", "functions", "clip", "temperature")
 _CHAIN_ROWS = (
     ("rhat", "split R-hat", "1 where halves of chains agree; above 1.01 they do not", 3),
-    ("ess_bulk", "bulk ESS", "draws that the centre is worth, if they were independent", 0),
+    ("ess_bulk", "bulk ESS", "number of independent draws that give the centre as precisely", 0),
     ("ess_tail", "tail ESS", "the same for the 5 % and 95 % quantiles", 0),
 )
 _MOST_COLUMNS = 12
@@ -86,7 +86,7 @@ def _evaluation(evaluation: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _bayesian(estimate: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    """Return an estimate under its own names; the statement beside it is on the page already."""
+    """Return an estimate by its own names, without the statement, which the page shows already."""
     left_out = {"kind", "private", "dp"}
     return facts({k: v for k, v in (estimate or {}).items() if k not in left_out})
 

@@ -1,4 +1,4 @@
-"""Choosing what a page shows of a predictive distribution: its surest and least sure records."""
+"""Choosing the most and least certain test records, and a band of predictions, for a page."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def select_examples(
 ) -> Examples:
     """Return the `count` most and least certain test records.
 
-    Certain is: of lowest predictive entropy for classes, of lowest predictive std for real targets;
-    records that tie are taken in their order.
+    The most certain have the lowest predictive entropy (classes) or predictive std (real targets).
+    Ties keep their order.
 
     Args:
         predictive: predictions on the test records.

@@ -80,10 +80,10 @@ class Drawing:
     """Collects marks; classes name their role, the style sheet gives them colours.
 
     Args:
-        width: width of the view box; the page scales it to the room there is.
+        width: width of the view box; the page scales it to the space available.
         height: height of the view box.
         title: what is shown.
-        description: what it says, for who cannot see it.
+        description: what it says, for readers who cannot see it.
     """
 
     def __init__(self, width: float, height: float, title: str, description: str) -> None:
@@ -124,7 +124,7 @@ class Drawing:
         )
 
     def text(self, x: float, y: float, words: str, role: str = "") -> None:
-        """Write words at a point; roles `start`, `middle` and `end` say which end is there."""
+        """Write text at a point; roles `start`, `middle` and `end` say which part is there."""
         self._parts.append(
             f'<text x="{number(x)}" y="{number(y)}" class="{role}">{_escape(words)}</text>'
         )
@@ -161,7 +161,7 @@ class Drawing:
     ) -> None:
         """Draw the labels of a vertical axis left of `x`, with rules up to `right`.
 
-        Its name stands above it, where it can be read without turning the head.
+        Its name stands above it, not turned.
         """
         for value in scale.ticks() if at is None else at:
             y = scale(value)

@@ -1,4 +1,4 @@
-"""The DP-BBB note's comparison of per-pass and subsampled bounds, corrected."""
+"""DP-BBB: the note's comparison of fixed batches with subsampling, corrected."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class MixtureError:
         covariance: squared distance of the covariances, likewise; nan where a method has none.
         root_mean: distance of the means, not squared.
         root_covariance: Frobenius distance of the covariances, not squared; nan likewise.
-        matching: for every component of the truth, the component that stands for it.
+        matching: for every component of the truth, the component matched to it.
     """
 
     mean: float
@@ -49,7 +49,7 @@ class MixtureError:
 
 
 def match_components(means: Tensor, truth: Tensor) -> list[int]:
-    """Return for every true mean the component that stands for it, by greedy matching.
+    """Return for every true mean the component matched to it, greedily.
 
     The closest pair is matched first, then the closest of the rest, and so on.
 
@@ -111,7 +111,7 @@ def label_posterior(
 
         P_j = (1/std^2 + N_j/s^2) I,    m_j = P_j^-1 (centre_j/std^2 + sum_{i in j} x_i / s^2)
 
-    It is what a mixture's posterior comes to where the components are well apart.
+    A mixture's posterior approaches it where the components are well apart.
 
     Args:
         x: points, [n, D].
@@ -294,7 +294,7 @@ class NoisyPosterior:
     def printed_bound(self, reach: float) -> float:
         """Return the right side of Theorem 4.1 (equation 8) as printed; infinite where h <= 0.
 
-        It is here to be compared, not to be relied on:
+        It is here for comparison only:
 
         - h > 0 for the lowest eigenvalue means rho > 2 M. With the small rho of the paper, h <= 0
           and E[1/X] <= (h + H - E X)/(h H) says nothing.

@@ -15,7 +15,7 @@ _PANEL, _HEIGHT, _LEFT, _TOP, _BOTTOM = 330.0, 346.0, 58.0, 74.0, 266.0
 
 
 def svg(title: str, figure: Figure) -> str:
-    """Return the figure: a panel for every name of panels, one legend below.
+    """Return the figure: one panel per panel name, one legend below.
 
     Args:
         title: of the figure.

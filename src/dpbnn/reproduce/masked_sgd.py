@@ -1,4 +1,4 @@
-"""SGD that updates a random part of the weights at every step."""
+"""Bayesian DP: SGD that updates a random part of the weights at every step."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class MaskedSGD(SGD):
         an example contributes m * grad nll_i,  m_j ~ Bernoulli(fraction), drawn without the data
 
     so its norm and clip are those of the part that is updated. The sensitivity is the clip, as for
-    every contribution, and the noise of the other weights is thrown away: the accounting is that of
-    SGD, unchanged. At the same clip, a tenth of the weights have about a third of the norm.
+    every contribution, and the noise of the other weights is discarded: the accounting is that of
+    SGD. At the same clip, a tenth of the weights have about a third of the norm.
 
     Attributes:
         fraction: expected share of the weights that a step updates.
@@ -90,8 +90,8 @@ def masked(contributions: Contributions, masks: Mapping[str, Tensor]) -> Contrib
     """Return m * c_i for every example: norms and sums of the masked coordinates alone.
 
     A mask takes the place that k has in a Gaussian layer (|m * g a^T|^2 = (g*g)^T m (a*a) for m of
-    zeros and ones), so no gradient is instantiated that was not before. The masks must not depend
-    on the data. The given contributions are used up.
+    zeros and ones), so no further gradient is instantiated. The masks must not depend on the
+    data. The given contributions cannot be used again.
 
     Args:
         contributions: of a network made of Linear and convolution layers, and biases.

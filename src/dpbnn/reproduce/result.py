@@ -1,4 +1,4 @@
-"""What a reproduction leaves: a table, what must be known beside it, and perhaps a figure."""
+"""Results of a reproduction: a table with notes and perhaps a figure, and their files."""
 
 from __future__ import annotations
 

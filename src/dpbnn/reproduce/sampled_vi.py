@@ -1,4 +1,4 @@
-"""Variational inference whose own sampling noise is the privacy noise."""
+"""Bayesian DP: variational inference whose sampling noise is the privacy noise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dpbnn.privacy.plan import Plan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampledVI(Method):
-    """Mean-field variational inference that shows the data to nobody but in the drawn weights.
+    """Mean-field variational inference that releases only the drawn weights.
 
     With q = N(m, s^2) and s fixed in advance, a step draws the weights of the next one,
 
@@ -29,8 +29,8 @@ class SampledVI(Method):
 
     The draw is a Gaussian release of the clipped sum: sigma = s b / (eta C) follows from the
     settings and no other noise is added. The next mean is computed from released draws alone. In
-    the paper's version the mean keeps the gradients themselves; what a record has done to it adds
-    up over the steps, and the cost of a step alone does not cover that.
+    the paper the mean keeps the exact gradients: the influence of a record adds up over the steps,
+    which a cost per step does not cover.
 
     Attributes:
         learning_rate: eta.
