@@ -82,11 +82,8 @@ class DropoutPosterior(Posterior):
         model, shapes = self._masks(inputs)
         rates = {name: model.get_submodule(name).rate for name in shapes}
         sizes = [math.prod(shape) for shape in shapes.values()]
-
-        def fill(part: Tensor) -> Tensor:
-            return part.uniform_(generator=generator)
-
-        stream = number_stream(sum(sizes), fill, torch.empty((), device=self.device), generator)
+        like = torch.empty((), device=self.device)
+        stream = number_stream(sum(sizes), "uniform_", like, generator)
 
         def take(count: int) -> dict[str, Tensor]:
             parts = stream(count).split(sizes, 1)

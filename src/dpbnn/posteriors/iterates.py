@@ -34,6 +34,7 @@ class IteratePosterior(Posterior):
     """
 
     kind = "iterates"
+    parts = ("iterates",)
 
     def __init__(
         self,
@@ -98,9 +99,6 @@ class IteratePosterior(Posterior):
         for name, centre in mean.items():
             summary.model.get_parameter(name).copy_(centre)
         return summary
-
-    def _parts(self) -> dict[str, Any]:
-        return {"iterates": self.iterates}
 
     @classmethod
     def _read(cls, path: Path) -> IterateStore:

@@ -37,6 +37,7 @@ class Posterior(ABC):
 
     kind: ClassVar[str]
     kinds: ClassVar[dict[str, type[Posterior]]] = {}
+    parts: ClassVar[tuple[str, ...]] = ()  # attributes and arguments that are tensors by name
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class Posterior(ABC):
 
     def _parts(self) -> dict[str, Any]:
         """Return the constructor's tensors (mappings or an iterate store), one file each."""
-        return {}
+        return {name: getattr(self, name) for name in self.parts}
 
     def _options(self) -> dict[str, Any]:
         """Return the constructor's other arguments, as JSON values."""
@@ -88,6 +89,9 @@ class Posterior(ABC):
     def to(self, device: torch.device | str) -> Self:
         """Move the posterior to a device, in place."""
         self.model.to(device)
+        for name, part in self._parts().items():
+            if isinstance(part, Mapping):
+                setattr(self, name, {key: tensor.to(device) for key, tensor in part.items()})
         return self
 
     def predict(
