@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -35,6 +34,7 @@ class IteratePosterior(Posterior):
 
     kind = "iterates"
     parts = ("iterates",)
+    read = staticmethod(IterateStore)
 
     def __init__(
         self,
@@ -99,10 +99,6 @@ class IteratePosterior(Posterior):
         for name, centre in mean.items():
             summary.model.get_parameter(name).copy_(centre)
         return summary
-
-    @classmethod
-    def _read(cls, path: Path) -> IterateStore:
-        return IterateStore(path)
 
     def _draws(
         self, samples: int, generator: torch.Generator, inputs: Inputs

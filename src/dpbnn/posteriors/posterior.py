@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -38,6 +38,7 @@ class Posterior(ABC):
     kind: ClassVar[str]
     kinds: ClassVar[dict[str, type[Posterior]]] = {}
     parts: ClassVar[tuple[str, ...]] = ()  # attributes and arguments that are tensors by name
+    read: ClassVar[Callable[[Path], Any]] = staticmethod(load_file)  # a part's file
 
     def __init__(
         self,
@@ -74,11 +75,6 @@ class Posterior(ABC):
     def _options(self) -> dict[str, Any]:
         """Return the constructor's other arguments, as JSON values."""
         return {}
-
-    @classmethod
-    def _read(cls, path: Path) -> Any:
-        """Read one of the files of `_parts`."""
-        return load_file(path)
 
     @property
     def device(self) -> torch.device:
