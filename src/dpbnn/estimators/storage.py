@@ -11,7 +11,7 @@ from dpbnn import methods, priors, training
 from dpbnn.posteriors import Posterior
 from dpbnn.posteriors.folder import write as write_posterior
 from dpbnn.privacy.ledger import Ledger
-from dpbnn.privacy.plan import Plan
+from dpbnn.privacy.plan import Plan, open_plan
 from dpbnn.storage import new_folder, plain, read_manifest, restored, write_manifest
 
 if TYPE_CHECKING:
@@ -68,7 +68,11 @@ def load(cls: type, folder: Path, device: str) -> Any:
     path = params["ledger"]
     estimator.ledger_ = Ledger(path) if path is not None and Path(path).is_file() else None
     plan = dict(manifest["plan"])
-    estimator.plan_ = _open(plan) if plan["epsilon"] is None else Plan.from_dict(plan)
+    if plan["epsilon"] is None:
+        public = ("n", "batch_size", "steps", "sampling")
+        estimator.plan_ = open_plan(**{name: plan[name] for name in public})
+    else:
+        estimator.plan_ = Plan.from_dict(plan)
     return estimator
 
 
@@ -87,14 +91,3 @@ def unpacked(files: dict[str, bytes]) -> Posterior:
     posterior = training.load(folder.name)
     weakref.finalize(posterior, folder.cleanup)
     return posterior
-
-
-def _open(values: dict[str, Any]) -> Plan:
-    from dpbnn.privacy.plan import open_plan
-
-    return open_plan(
-        n=values["n"],
-        batch_size=values["batch_size"],
-        steps=values["steps"],
-        sampling=values["sampling"],
-    )

@@ -45,15 +45,14 @@ class DropoutPosterior(Posterior):
         **record: Any,
     ) -> None:
         super().__init__(model, likelihood, **record)
-        self.precision = precision
-        if precision is not None:
-            noise_std = 1 / math.sqrt(precision) if precision > 0 else 0.0
-            self._noisy = full(self.likelihood).with_noise(noise_std) if noise_std else None
-            if self._noisy is None:
-                raise ValueError(
-                    f"precision={precision} must be positive and needs a Gaussian likelihood; "
-                    f"leave it out otherwise."
-                )
+        self.precision, self._noisy = precision, None
+        if precision is not None and precision > 0:
+            self._noisy = full(self.likelihood).with_noise(1 / math.sqrt(precision))
+        if precision is not None and self._noisy is None:
+            raise ValueError(
+                f"precision={precision} must be positive and needs a Gaussian likelihood; leave "
+                f"it out otherwise."
+            )
         self._masked: dict[tuple[torch.Size, ...], tuple[nn.Module, dict[str, torch.Size]]] = {}
         found = False
         for name, module in self.model.named_modules():
@@ -72,9 +71,7 @@ class DropoutPosterior(Posterior):
         return {"precision": self.precision}
 
     def _predictive(self, outputs: Tensor) -> Predictive:
-        if self.precision is None:
-            return super()._predictive(outputs)
-        return predictive_from(self._noisy, outputs)
+        return predictive_from(self._noisy or self.likelihood, outputs)
 
     def _draws(
         self, samples: int, generator: torch.Generator, inputs: Inputs
@@ -82,11 +79,8 @@ class DropoutPosterior(Posterior):
         model, shapes = self._masks(inputs)
         rates = {name: model.get_submodule(name).rate for name in shapes}
         sizes = [math.prod(shape) for shape in shapes.values()]
-
-        def fill(part: Tensor) -> Tensor:
-            return part.uniform_(generator=generator)
-
-        stream = number_stream(sum(sizes), fill, torch.empty((), device=self.device), generator)
+        like = torch.empty((), device=self.device)
+        stream = number_stream(sum(sizes), "uniform_", like, generator)
 
         def take(count: int) -> dict[str, Tensor]:
             parts = stream(count).split(sizes, 1)

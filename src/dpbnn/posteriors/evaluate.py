@@ -199,7 +199,7 @@ def _matrix_products(device: torch.device, precision: str) -> Iterator[None]:
 
 
 def number_stream(
-    width: int, fill: Callable[[Tensor], object], like: Tensor, generator: torch.Generator
+    width: int, fill: str, like: Tensor, generator: torch.Generator
 ) -> Callable[[int], Tensor]:
     """Return a function that gives the next k rows of random numbers, [k, width].
 
@@ -208,7 +208,7 @@ def number_stream(
 
     Args:
         width: numbers in a row.
-        fill: fills a tensor from the generator.
+        fill: the tensors' method that fills them, "normal_" or "uniform_".
         like: has the dtype and device of the rows.
         generator: the source of numbers.
     """
@@ -221,7 +221,7 @@ def number_stream(
         rows = left.new_empty(ready + math.ceil(max(0, count - ready) / block) * block, width)
         rows[:ready] = left
         for part in rows[ready:].split(block):
-            fill(part)
+            getattr(part, fill)(generator=generator)
         left = rows[count:].clone()
         return rows[:count].to(like.device)
 

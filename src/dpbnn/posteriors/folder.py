@@ -48,7 +48,7 @@ def load(
     kind = _kind(manifest["kind"])
     privacy = manifest["privacy"]
     parts = {
-        name.removesuffix(".safetensors"): kind._read(folder / name)
+        name.removesuffix(".safetensors"): kind.read(folder / name)
         for name in manifest["files"]
         if name != MODEL
     }

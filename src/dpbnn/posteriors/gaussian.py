@@ -45,11 +45,7 @@ def gaussian_draws(
 
     centre, scale = flat(mean, 1), flat(std, 1)
     across = None if factors is None else flat(factors, rank)
-
-    def fill(part: Tensor) -> Tensor:
-        return part.normal_(generator=generator)
-
-    stream = number_stream(total + rank, fill, first, generator)
+    stream = number_stream(total + rank, "normal_", first, generator)
 
     def take(number: int) -> dict[str, Tensor]:
         noise = stream(number)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 __all__ = ["IterateStore", "IterateWriter"]
@@ -273,22 +274,22 @@ class IterateStore:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._open = safe_open(self.path, framework="pt")
-        if (self._open.metadata() or {}) != _FORMAT:
+        with safe_open(self.path, framework="pt") as file:
+            metadata = file.metadata()
+        if metadata != _FORMAT:
             raise ValueError(
                 f"{self.path} is not a file of iterates of version {_FORMAT['version']}; pass a "
                 f"file written by IterateWriter."
             )
-        index = self._open.get_tensor(_INDEX)
+        self._mapped = load_file(self.path)
+        index = self._mapped.pop(_INDEX)
         kept = int((index > 0).sum())
         self._slots = index.argsort(stable=True)[len(index) - kept :].tolist()
         self.numbers: list[int] = index[self._slots].tolist()
         self.capacity = len(index)
-        self.names = [name for name in self._open.keys() if name != _INDEX]  # noqa: SIM118
-        self.shapes: dict[str, tuple[int, ...]] = {
-            name: tuple(self._open.get_slice(name).get_shape()[1:]) for name in self.names
-        }
-        self.dtype = _DTYPES[self._open.get_slice(self.names[0]).get_dtype()]
+        self.names = list(self._mapped)
+        self.shapes = {name: tuple(value.shape[1:]) for name, value in self._mapped.items()}
+        self.dtype = self._mapped[self.names[0]].dtype
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -300,15 +301,7 @@ class IterateStore:
     def read(self, positions: Sequence[int]) -> dict[str, Tensor]:
         """Return the iterates at these positions (0 is the oldest), stacked, on the CPU."""
         slots = [self._slots[i] for i in positions]
-        begin, end = slots[0], slots[-1] + 1
-        found = {}
-        for name in self.names:
-            piece = self._open.get_slice(name)
-            if slots == list(range(begin, end)):
-                found[name] = piece[begin:end]
-            else:
-                found[name] = torch.cat([piece[slot : slot + 1] for slot in slots])
-        return found
+        return {name: value[slots] for name, value in self._mapped.items()}
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the iterates to another file, without room for more."""

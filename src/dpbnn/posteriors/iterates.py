@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -34,6 +33,8 @@ class IteratePosterior(Posterior):
     """
 
     kind = "iterates"
+    parts = ("iterates",)
+    read = staticmethod(IterateStore)
 
     def __init__(
         self,
@@ -98,13 +99,6 @@ class IteratePosterior(Posterior):
         for name, centre in mean.items():
             summary.model.get_parameter(name).copy_(centre)
         return summary
-
-    def _parts(self) -> dict[str, Any]:
-        return {"iterates": self.iterates}
-
-    @classmethod
-    def _read(cls, path: Path) -> IterateStore:
-        return IterateStore(path)
 
     def _draws(
         self, samples: int, generator: torch.Generator, inputs: Inputs

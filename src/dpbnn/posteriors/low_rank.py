@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ class LowRankPosterior(Posterior):
     """
 
     kind = "low-rank"
+    parts = ("variance", "deviations")
 
     def __init__(
         self,
@@ -53,15 +54,6 @@ class LowRankPosterior(Posterior):
         names = [name for name in like if name in variance]
         self.variance = {n: variance[n].detach().clone().to(self.device) for n in names}
         self.deviations = {n: deviations[n].detach().clone().to(self.device) for n in names}
-
-    def to(self, device: torch.device | str) -> Self:
-        """Move the posterior to a device, in place."""
-        self.variance = {name: tensor.to(device) for name, tensor in self.variance.items()}
-        self.deviations = {name: tensor.to(device) for name, tensor in self.deviations.items()}
-        return super().to(device)
-
-    def _parts(self) -> dict[str, Any]:
-        return {"variance": self.variance, "deviations": self.deviations}
 
     def _draws(
         self, samples: int, generator: torch.Generator, inputs: Inputs

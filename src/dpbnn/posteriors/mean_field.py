@@ -29,6 +29,7 @@ class MeanFieldPosterior(Posterior):
     """
 
     kind = "mean-field"
+    parts = ("std",)
 
     def __init__(
         self, model: nn.Module, likelihood: object, std: Mapping[str, Tensor], **record: Any
@@ -62,14 +63,6 @@ class MeanFieldPosterior(Posterior):
         if not std:
             raise ValueError("the model has no Gaussian layers; make it with to_gaussian(model).")
         return cls(_plain_model(model), likelihood, std, **record)
-
-    def to(self, device: torch.device | str) -> Self:
-        """Move the posterior to a device, in place."""
-        self.std = {name: tensor.to(device) for name, tensor in self.std.items()}
-        return super().to(device)
-
-    def _parts(self) -> dict[str, Any]:
-        return {"std": self.std}
 
     def _draws(
         self, samples: int, generator: torch.Generator, inputs: Inputs

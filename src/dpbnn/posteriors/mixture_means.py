@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ class MixturePosterior(Posterior):
     """
 
     kind = "mixture"
+    parts = ("spread",)
     model: GaussianMixture
 
     def __init__(
@@ -49,18 +50,23 @@ class MixturePosterior(Posterior):
                 f"spread has { ({k: list(v.shape) for k, v in spread.items()}) }; pass covariance "
                 f"of shape {list(shape)}."
             )
-        self.covariance = given.detach().clone().to(self.model.means)
-        values = (self.covariance, self.model.means, self.model.log_weights, self.model.covariances)
+        covariance = given.detach().clone().to(self.model.means)
+        values = (covariance, self.model.means, self.model.log_weights, self.model.covariances)
         if not all(tensor.isfinite().all() for tensor in values):
             raise ValueError("means, weights and covariances must be finite; check the training.")
-        lowest, highest = torch.linalg.eigvalsh(self.covariance).aminmax()
+        lowest, highest = torch.linalg.eigvalsh(covariance).aminmax()
         tolerance = 1e-6 * highest.abs()
-        if lowest < -tolerance or (self.covariance - self.covariance.mT).abs().max() > tolerance:
+        if lowest < -tolerance or (covariance - covariance.mT).abs().max() > tolerance:
             raise ValueError(
                 f"covariance must be symmetric and not negative; its lowest eigenvalue is "
                 f"{lowest.item():.3g}."
             )
-        self.covariance = (self.covariance + self.covariance.mT) / 2
+        self.spread = {"covariance": (covariance + covariance.mT) / 2}
+
+    @property
+    def covariance(self) -> Tensor:
+        """Posterior covariances of the components' means, [J, D, D]."""
+        return self.spread["covariance"]
 
     @property
     def means(self) -> Tensor:
@@ -76,11 +82,6 @@ class MixturePosterior(Posterior):
     def _spread(self) -> Tensor:
         """Covariance of a point of each component: within the component plus that of its mean."""
         return self.model.covariances + self.covariance
-
-    def to(self, device: torch.device | str) -> Self:
-        """Move the posterior to a device, in place."""
-        self.covariance = self.covariance.to(device)
-        return super().to(device)
 
     def log_prob(self, x: Any) -> Tensor:
         """Return the log density of points, log sum_j w_j N(x; mean_j, S_j + V_j), [N]."""
@@ -106,20 +107,13 @@ class MixturePosterior(Posterior):
         (points,) = self._inputs(x)
         return self.model.log_weights + log_normal(points, self.means, self._spread)
 
-    def _parts(self) -> dict[str, Any]:
-        return {"spread": {"covariance": self.covariance}}
-
     def _draws(
         self, samples: int, generator: torch.Generator, inputs: Inputs
     ) -> tuple[nn.Module, Draws]:
         values, axes = torch.linalg.eigh(self.covariance)
         roots = axes * values.clamp(min=0).sqrt().unsqueeze(-2)
         offsets = self.model.offsets
-
-        def fill(part: Tensor) -> Tensor:
-            return part.normal_(generator=generator)
-
-        stream = number_stream(offsets.numel(), fill, offsets, generator)
+        stream = number_stream(offsets.numel(), "normal_", offsets, generator)
 
         def take(count: int) -> dict[str, Tensor]:
             noise = stream(count).view(count, *offsets.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -37,6 +37,8 @@ class Posterior(ABC):
 
     kind: ClassVar[str]
     kinds: ClassVar[dict[str, type[Posterior]]] = {}
+    parts: ClassVar[tuple[str, ...]] = ()  # attributes and arguments that are tensors by name
+    read: ClassVar[Callable[[Path], Any]] = staticmethod(load_file)  # a part's file
 
     def __init__(
         self,
@@ -68,16 +70,11 @@ class Posterior(ABC):
 
     def _parts(self) -> dict[str, Any]:
         """Return the constructor's tensors (mappings or an iterate store), one file each."""
-        return {}
+        return {name: getattr(self, name) for name in self.parts}
 
     def _options(self) -> dict[str, Any]:
         """Return the constructor's other arguments, as JSON values."""
         return {}
-
-    @classmethod
-    def _read(cls, path: Path) -> Any:
-        """Read one of the files of `_parts`."""
-        return load_file(path)
 
     @property
     def device(self) -> torch.device:
@@ -88,6 +85,9 @@ class Posterior(ABC):
     def to(self, device: torch.device | str) -> Self:
         """Move the posterior to a device, in place."""
         self.model.to(device)
+        for name, part in self._parts().items():
+            if isinstance(part, Mapping):
+                setattr(self, name, {key: tensor.to(device) for key, tensor in part.items()})
         return self
 
     def predict(
