@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpbnn.contributions.rounding import BLOCK, squares, sum_error, summed_rows, without
-from dpbnn.contributions.sites import CHANGED, KEPT, Instantiated, Site, with_slack
+from dpbnn.contributions.sites import CHANGED, KEPT, Site, with_slack
 
 GRAM_COST = 3.0
 """Price of a float64 multiplication in the Gram form against a float32 one."""
@@ -32,16 +32,16 @@ class Factors(ABC):
         version: of a, when it was recorded.
     """
 
-    version: int
-    a: Tensor
-    g: Tensor
-    a_squares: Tensor
-    g_squares: Tensor
-    scale: Tensor | None
     groups: int
     positions: int
     columns: int
     rows: int
+
+    def __init__(
+        self, a: Tensor, g: Tensor, a_squares: Tensor, g_squares: Tensor, scale: Tensor | None
+    ) -> None:
+        self.a, self.g, self.a_squares, self.g_squares = a, g, a_squares, g_squares
+        self.scale, self.version = scale, a._version
 
     @abstractmethod
     def factors(self, examples: slice) -> tuple[Tensor, Tensor]:
@@ -62,15 +62,6 @@ class Factors(ABC):
     def unblocked(self, blocks: Tensor) -> Tensor:
         """Return flat blocks in the weight's shape."""
         return torch.unflatten(blocks, -1, (self.rows, self.columns))
-
-    def check_unchanged(self) -> None:
-        """Raise if the inputs changed since the norms could have been taken."""
-        if self.a._version != self.version:
-            raise RuntimeError(CHANGED)
-
-    def release(self) -> None:
-        """Forget a and g, once instantiated gradients stand for them."""
-        self.a, self.g = self.a.new_empty(0), self.g.new_empty(0)
 
     @property
     def block_size(self) -> int:
@@ -103,9 +94,8 @@ class LinearFactors(Factors):
         g_squares: Tensor,
         scale: Tensor | None = None,
     ) -> None:
-        self.a, self.g, self.a_squares, self.g_squares = a, g, a_squares, g_squares
-        self.scale, self.groups = scale, 1
-        self.version = a._version
+        super().__init__(a, g, a_squares, g_squares, scale)
+        self.groups = 1
         self.positions = 1 if a.dim() == 2 else a.shape[1]
         self.columns, self.rows = a.shape[-1], g.shape[-1]
 
@@ -149,9 +139,8 @@ class ConvFactors(Factors):
         window: Window,
         scale: Tensor | None = None,
     ) -> None:
-        self.a, self.g, self.a_squares, self.g_squares = a, g, a_squares, g_squares
-        self.window, self.scale = window, scale
-        self.groups, self.version = window.groups, a._version
+        super().__init__(a, g, a_squares, g_squares, scale)
+        self.window, self.groups = window, window.groups
         self.positions = g[0, 0].numel()
         self.columns, self.rows = window.shape[1:].numel(), window.shape[0] // window.groups
 
@@ -225,7 +214,7 @@ class ConvFactors(Factors):
         return (overlap * self.a_squares * self.g_squares).sqrt()
 
 
-class Outer(Instantiated):
+class Outer(Site):
     """A weight with gradient sum_r G_r over its uses and draws r, and its rho: sum_r k_r * G_r.
 
     Args:
@@ -425,7 +414,7 @@ class Outer(Instantiated):
                     parts[name].append(squares(values))
         if keep:
             self._kept = kept
-            first.release()
+            first.a, first.g = first.a.new_empty(0), first.g.new_empty(0)
         return {name: (torch.cat(values).sqrt() + slack).square() for name, values in parts.items()}
 
     def instantiate(self, rows: slice) -> dict[str, Tensor]:
@@ -456,7 +445,8 @@ class Outer(Instantiated):
     def _summed(self, term: Factors, w: Tensor, bad: Tensor, exact: bool) -> Tensor:
         """Return sum_i w_i G_i of one use, from instantiated G_i where that is the cheaper way."""
         if not self._kept:
-            term.check_unchanged()
+            if term.a._version != term.version:
+                raise RuntimeError(CHANGED)
             alone = len(self.terms) == 1 and term.positions > 1
             if not (alone and self._choose() == "instantiated"):
                 return term.summed(w, bad, exact)
