@@ -75,26 +75,24 @@ def _flags(model: nn.Module) -> list[bool]:
     return [parameter.requires_grad for parameter in model.parameters()]
 
 
+def _gaussian(model: nn.Module) -> dict[str, GaussianLayer]:
+    return {path: m for path, m in model.named_modules() if isinstance(m, GaussianLayer)}
+
+
 def refuse_coupling(model: nn.Module) -> None:
     """Raise for modules that mix examples or keep statistics of the batch."""
     for path, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (
-            module.training or module.running_mean is None
-        ):
+        batch = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if batch and (module.training or module.running_mean is None):
             raise UnsupportedModel(
                 f"{describe(model, path)} mixes the examples of a batch; replace it by "
-                "torch.nn.GroupNorm(groups, "
-                f"{module.num_features}), or call .eval() on it."
+                f"torch.nn.GroupNorm(groups, {module.num_features}), or call .eval() on it."
             )
-        if (
-            isinstance(module, nn.modules.instancenorm._InstanceNorm)
-            and module.training
-            and (module.track_running_stats)
-        ):
+        instance = isinstance(module, nn.modules.instancenorm._InstanceNorm)
+        if instance and module.training and module.track_running_stats:
             raise UnsupportedModel(
                 f"{describe(model, path)} keeps running statistics of the data; use "
-                "track_running_stats=False or "
-                "torch.nn.GroupNorm."
+                "track_running_stats=False or torch.nn.GroupNorm."
             )
 
 
@@ -139,10 +137,7 @@ class Attached:
         self.likelihood, self.log_prob = likelihood, _log_prob(likelihood)
         self.space, self.data_free, self.generator = space, data_free, generator
         self.microbatch_size = microbatch_size
-        self._gaussian_paths = [
-            path for path, module in model.named_modules() if isinstance(module, GaussianLayer)
-        ]
-        self.draws = draws if self._gaussian_paths else 1
+        self.draws = draws if _gaussian(model) else 1
         refuse_coupling(model)
         for path, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
@@ -178,18 +173,17 @@ class Attached:
 
     def _released_names(self, model: nn.Module) -> dict[int, str]:
         """Return the released name of every trainable parameter, by its id."""
-        drawn = set()
-        if self.space == "weights":
-            drawn = {
-                f"{path}.{name}_{part}".strip(".")
-                for path in self._gaussian_paths
-                for name in ("weight", "bias")
-                for part in _PARTS
-            }
+        drawn = {
+            id(getattr(layer, f"{name}_{part}"))
+            for layer in _gaussian(model).values()
+            for name in layer.drawn_names()
+            for part in _PARTS
+        }
         released = {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                out = name.rpartition("_")[0] if name in drawn else name
+                weight = self.space == "weights" and id(parameter) in drawn
+                out = name.rpartition("_")[0] if weight else name
                 released[id(parameter)] = out
                 self._shapes[out] = parameter.shape
         return released
@@ -234,18 +228,8 @@ class Attached:
 
     def draw(self) -> list[Draw]:
         """Return fresh standard normal draws, one set of weights per draw."""
-        model = self.model
-        result: list[Draw] = []
-        for _ in range(self.draws):
-            layers = {path: model.get_submodule(path) for path in self._gaussian_paths}
-            result.append(
-                {
-                    path: layer.draw(self.generator)
-                    for path, layer in layers.items()
-                    if isinstance(layer, GaussianLayer)
-                }
-            )
-        return result
+        layers = _gaussian(self.model).items()
+        return [{p: layer.draw(self.generator) for p, layer in layers} for _ in range(self.draws)]
 
     def _forward(self, recorder: Tape | Discovery, x: tuple[Tensor, ...], y: Tensor) -> Tensor:
         model, forwards = self.model, {}
@@ -255,10 +239,10 @@ class Attached:
             forwards[module] = made(module, unit, recorder)
         with replaced_forwards(forwards):
             log_prob = self.log_prob(model(*x), y)
-        if not isinstance(log_prob, Tensor) or log_prob.shape != (recorder.batch,):
-            found = type(log_prob).__name__
-            if isinstance(log_prob, Tensor):
-                found = f"a tensor of {log_prob.dim()} dimensions"
+        tensor = isinstance(log_prob, Tensor)
+        if not tensor or log_prob.shape != (recorder.batch,):
+            kind = type(log_prob).__name__
+            found = f"a tensor of {log_prob.dim()} dimensions" if tensor else kind
             raise UnsupportedModel(
                 f"likelihood {self.likelihood!r} returned {found} for a batch; "
                 "return one log-probability per example, without a mean or sum over the batch."
@@ -377,11 +361,7 @@ class Attached:
 def public(draws: list[Draw]) -> Draws:
     """Return draws by released weight path, as `contributions.draws` shows them."""
     return [
-        {
-            f"{path}.{name}".strip("."): e
-            for path, layer in draw.items()
-            for name, e in layer.items()
-        }
+        {f"{p}.{name}".strip("."): e for p, layer in draw.items() for name, e in layer.items()}
         for draw in draws
     ]
 
@@ -415,14 +395,9 @@ def attach(
         microbatch_size: most examples recorded at once.
     """
     attached = Attached(
-        model,
-        likelihood,
-        space=space,
-        draws=draws,
-        data_free=data_free,
-        generator=generator,
+        model, likelihood, space=space, draws=draws, data_free=data_free, generator=generator,
         microbatch_size=microbatch_size,
-    )
+    )  # fmt: skip
     attached.held = model
     return attached
 
@@ -453,13 +428,9 @@ def contributions(
         options: further arguments of `attach`.
     """
     known = _attachments.setdefault(model, {})
-    flags = tuple(parameter.requires_grad for parameter in model.parameters())
     identity = likelihood if isinstance(likelihood, str) else id(likelihood)
-    key = (
-        identity,
-        flags,
-        *sorted((k, id(v) if k == "generator" else v) for k, v in options.items()),
-    )
+    given = sorted((k, id(v) if k == "generator" else v) for k, v in options.items())
+    key = (identity, *_flags(model), *given)
     if key not in known:
         if len(known) >= _MOST_ATTACHMENTS:
             known.pop(next(iter(known)))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dpbnn.contributions.rounding import BLOCK, squares, sum_error, summed_rows, without
-from dpbnn.contributions.sites import CHANGED, KEPT, Site, with_slack
+from dpbnn.contributions.sites import CHANGED, KEPT, Site, scaled_sums, with_slack
 
 GRAM_COST = 3.0
 """Price of a float64 multiplication in the Gram form against a float32 one."""
@@ -21,39 +21,51 @@ MAX_PAIRED_DRAWS = 8
 """Draws of a linear layer up to which products of pairs are cheaper than instantiation."""
 
 
-class Factors(ABC):
-    """One use of a weight: its inputs a, its output gradients g, and k where rho is released.
+def weighted_factors(a: Tensor, g: Tensor, w: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a and g, the smaller of them times w, with zeros for the bad examples."""
+    if bad.numel():
+        a, g = a.index_fill(0, bad, 0.0), g.index_fill(0, bad, 0.0)
+    if a.numel() < g.numel():
+        return a * w.to(a).view(-1, *[1] * (a.dim() - 1)), g
+    return a, g * w.to(g).view(-1, *[1] * (g.dim() - 1))
+
+
+class LinearFactors:
+    """One use of a weight W in z = x W^T: its inputs a, its output gradients g, and k for rho.
 
     Attributes:
-        a, g: as recorded.
+        a, g: [batch, T, columns] and [batch, T, rows], without T where there is one position.
         a_squares, g_squares: |a|^2 and |g|^2 of every example.
         scale: k = e * d std / d rho of this draw, shaped like the weight; or None.
         groups, positions, columns, rows: G consists of `groups` blocks [rows, columns].
         version: of a, when it was recorded.
     """
 
-    groups: int
-    positions: int
-    columns: int
-    rows: int
+    groups = 1
 
     def __init__(
         self, a: Tensor, g: Tensor, a_squares: Tensor, g_squares: Tensor, scale: Tensor | None
     ) -> None:
         self.a, self.g, self.a_squares, self.g_squares = a, g, a_squares, g_squares
         self.scale, self.version = scale, a._version
+        self.positions = 1 if a.dim() == 2 else a.shape[1]
+        self.columns, self.rows = a.shape[-1], g.shape[-1]
 
-    @abstractmethod
     def factors(self, examples: slice) -> tuple[Tensor, Tensor]:
         """Return a [batch * groups, T, columns] and g [batch * groups, T, rows]."""
+        a, g = self.a[examples], self.g[examples]
+        return (a.unsqueeze(1), g.unsqueeze(1)) if a.dim() == 2 else (a, g)
 
-    @abstractmethod
     def summed(self, w: Tensor, bad: Tensor, exact: bool) -> Tensor:
         """Return sum_i w_i G_i, shaped like the weight, in float64 where positions are summed."""
+        a, g = weighted_factors(self.a, self.g, w, bad)
+        if a.dim() > 2:
+            a, g = a.flatten(0, 1), g.flatten(0, 1)
+        return summed_rows(g, a, exact or self.positions > 1)
 
-    @abstractmethod
     def magnitude(self) -> Tensor:
         """Return a bound on sum_t |a_t| |g_t| per example (float64)."""
+        return (self.a_squares * self.g_squares).sqrt()
 
     def blocks(self, weights: Tensor) -> Tensor:
         """Return weight-shaped tensors in the order of a block's columns."""
@@ -74,48 +86,6 @@ class Factors(ABC):
         return (self.a.numel() + self.g.numel()) // max(1, self.g.shape[0])
 
 
-def weighted_factors(a: Tensor, g: Tensor, w: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a and g, the smaller of them times w, with zeros for the bad examples."""
-    if bad.numel():
-        a, g = a.index_fill(0, bad, 0.0), g.index_fill(0, bad, 0.0)
-    if a.numel() < g.numel():
-        return a * w.to(a).view(-1, *[1] * (a.dim() - 1)), g
-    return a, g * w.to(g).view(-1, *[1] * (g.dim() - 1))
-
-
-class LinearFactors(Factors):
-    """A linear map, a [batch, T, columns] and g [batch, T, rows], without T where there is one."""
-
-    def __init__(
-        self,
-        a: Tensor,
-        g: Tensor,
-        a_squares: Tensor,
-        g_squares: Tensor,
-        scale: Tensor | None = None,
-    ) -> None:
-        super().__init__(a, g, a_squares, g_squares, scale)
-        self.groups = 1
-        self.positions = 1 if a.dim() == 2 else a.shape[1]
-        self.columns, self.rows = a.shape[-1], g.shape[-1]
-
-    def factors(self, examples: slice) -> tuple[Tensor, Tensor]:
-        """Return a [batch * groups, T, columns] and g [batch * groups, T, rows]."""
-        a, g = self.a[examples], self.g[examples]
-        return (a.unsqueeze(1), g.unsqueeze(1)) if a.dim() == 2 else (a, g)
-
-    def summed(self, w: Tensor, bad: Tensor, exact: bool) -> Tensor:
-        """Return sum_i w_i G_i = (w g)^T a, in float64 where positions are summed."""
-        a, g = weighted_factors(self.a, self.g, w, bad)
-        if a.dim() > 2:
-            a, g = a.flatten(0, 1), g.flatten(0, 1)
-        return summed_rows(g, a, exact or self.positions > 1)
-
-    def magnitude(self) -> Tensor:
-        """Return a bound on sum_t |a_t| |g_t| per example (float64)."""
-        return (self.a_squares * self.g_squares).sqrt()
-
-
 @dataclass(frozen=True)
 class Window:
     """How a convolution moves over its (already padded, unless zero padded) input."""
@@ -127,21 +97,13 @@ class Window:
     groups: int
 
 
-class ConvFactors(Factors):
+class ConvFactors(LinearFactors):
     """A convolution: a and g are the patches and the output gradients at every position."""
 
-    def __init__(
-        self,
-        a: Tensor,
-        g: Tensor,
-        a_squares: Tensor,
-        g_squares: Tensor,
-        window: Window,
-        scale: Tensor | None = None,
-    ) -> None:
-        super().__init__(a, g, a_squares, g_squares, scale)
+    def __init__(self, *recorded: Any, window: Window) -> None:
+        super().__init__(*recorded)
         self.window, self.groups = window, window.groups
-        self.positions = g[0, 0].numel()
+        self.positions = self.g[0, 0].numel()
         self.columns, self.rows = window.shape[1:].numel(), window.shape[0] // window.groups
 
     def factors(self, examples: slice) -> tuple[Tensor, Tensor]:
@@ -227,7 +189,7 @@ class Outer(Site):
     form: str | None = None
 
     def __init__(
-        self, names: Sequence[str | None], shape: torch.Size, terms: Sequence[Factors]
+        self, names: Sequence[str | None], shape: torch.Size, terms: Sequence[LinearFactors]
     ) -> None:
         self.names, self.shape, self.terms, self.data_free = list(names), shape, list(terms), {}
         self.batch = terms[0].g.shape[0]
@@ -258,7 +220,7 @@ class Outer(Site):
 
     @property
     def _rank_one(self) -> bool:
-        return all(isinstance(t, LinearFactors) and t.a.dim() == 2 for t in self.terms)
+        return all(term.a.dim() == 2 for term in self.terms)
 
     def _choose(self) -> str:
         special = self._scaled or bool(self.data_free)
@@ -274,12 +236,8 @@ class Outer(Site):
 
     def squared_norms(self) -> dict[str, Tensor]:
         """Return |c_i|^2 per name, an upper bound up to a relative 1e-4 (float64, [batch])."""
-        form = self._choose()
-        if form == "pairs":
-            return self._pairs()
-        if form == "gram":
-            return self._gram()
-        return self._instantiated()
+        forms = {"pairs": self._pairs, "gram": self._gram, "instantiated": self._instantiated}
+        return forms[self._choose()]()
 
     def slack(self) -> Tensor:
         """Return gamma sum_t |a_t| |g_t|, the rounding error of sums over positions.
@@ -289,13 +247,10 @@ class Outer(Site):
         if self._slack is None:
             count = sum(term.positions for term in self.terms) + bool(self.data_free)
             gamma = sum_error(count, self.terms[0].g.dtype)
-            parts = [
-                term.magnitude()
-                if term.scale is None
-                else term.magnitude()
-                * torch.linalg.vector_norm(term.scale, math.inf).double().clamp(min=1.0)
-                for term in self.terms
-            ]
+            parts = [term.magnitude() for term in self.terms]
+            for part, term in zip(parts, self.terms, strict=True):
+                if term.scale is not None:
+                    part *= torch.linalg.vector_norm(term.scale, math.inf).double().clamp(min=1.0)
             self._slack = gamma * torch.stack(parts).sum(0)
         return self._slack
 
@@ -364,9 +319,8 @@ class Outer(Site):
             g = torch.cat([pair[1].double() for pair in pairs], 1)
             products = torch.bmm(a, a.mT).mul_(torch.bmm(g, g.mT))
             parts.append(products.view(rows.stop - rows.start, -1).sum(1))
-        value = torch.cat(parts)
-        value = value.clamp(min=0).sqrt() + self.slack()
-        return {name: value.square() for name in self.shapes}
+        value = torch.cat(parts).clamp(min=0)
+        return with_slack(dict.fromkeys(self.shapes, value), self.slack())
 
     def _accumulate(self, rows: slice) -> Tensor:
         if self._kept:
@@ -415,7 +369,7 @@ class Outer(Site):
         if keep:
             self._kept = kept
             first.a, first.g = first.a.new_empty(0), first.g.new_empty(0)
-        return {name: (torch.cat(values).sqrt() + slack).square() for name, values in parts.items()}
+        return with_slack({name: torch.cat(values) for name, values in parts.items()}, slack)
 
     def instantiate(self, rows: slice) -> dict[str, Tensor]:
         """Return the contributions of some examples without the data-free part."""
@@ -429,20 +383,14 @@ class Outer(Site):
 
     def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
-        sums: dict[str, Tensor] = {}
-        for term in self.terms:
-            done: dict[int, Tensor] = {}
-            for index, name in enumerate(self.names):
-                if name is None:
-                    continue
-                key = id(w[name])
-                if key not in done:
-                    done[key] = self._summed(term, w[name], bad, exact or len(self.terms) > 1)
-                value = done[key] * term.scale if index and term.scale is not None else done[key]
-                sums[name] = sums[name] + value if name in sums else value
-        return sums
+        exact = exact or len(self.terms) > 1
 
-    def _summed(self, term: Factors, w: Tensor, bad: Tensor, exact: bool) -> Tensor:
+        def summed(term: LinearFactors) -> Callable[[Tensor], Tensor]:
+            return lambda w: self._summed(term, w, bad, exact)
+
+        return scaled_sums(self.names, [(term.scale, summed(term)) for term in self.terms], w)
+
+    def _summed(self, term: LinearFactors, w: Tensor, bad: Tensor, exact: bool) -> Tensor:
         """Return sum_i w_i G_i of one use, from instantiated G_i where that is the cheaper way."""
         if not self._kept:
             if term.a._version != term.version:

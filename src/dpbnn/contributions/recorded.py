@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpbnn.contributions.dense import Contributions, Draws, Weights
-from dpbnn.contributions.rounding import INFLATION, full_precision, no_rows, without
+from dpbnn.contributions.rounding import INFLATION, full_precision, without
 from dpbnn.contributions.sites import Direct, Site, merge
 
 
@@ -63,9 +63,7 @@ class NetworkContributions(Contributions):
                     )
                 stacked = torch.stack([raw[name] for name in self.shapes]).mul_(INFLATION**2)
                 self._total = stacked.sum(0)
-                self._bad = no_rows(self.device)
-                if not float(self._total.sum()) < math.inf:
-                    self._bad = (~(self._total < math.inf)).nonzero().flatten()
+                self._bad = (~(self._total < math.inf)).nonzero().flatten()
                 self._squares = without(stacked, self._bad, 1)
                 without(self._total, self._bad)
         return self._squares, self._bad

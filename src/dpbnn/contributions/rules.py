@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from dpbnn.contributions.dense import UnsupportedModel
-from dpbnn.contributions.outer import ConvFactors, Factors, LinearFactors, Outer, Window
+from dpbnn.contributions.outer import ConvFactors, LinearFactors, Outer, Window
 from dpbnn.contributions.rounding import accurate, squares
 from dpbnn.contributions.sites import Direct, Rows, Site, summed_positions
 from dpbnn.contributions.tape import Discovery, Tape
 from dpbnn.networks.gaussian import GaussianLayer
-from dpbnn.networks.layers import Forward, PerPosition, Rule
+from dpbnn.networks.layers import Forward, Rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class Recording:
-    """The `Recorder` of one layer in one run of the network.
+    """What a rule records the calls of one layer with, in one run of the network.
+
+    Every method returns the output that is to be passed on instead of z. Parameters are named as in
+    the layer; frozen ones are left out here. g is the gradient at z.
 
     Attributes:
         layer: as its rule sees it.
@@ -88,7 +91,7 @@ class Recording:
         a: Tensor,
         g: Tensor,
         over: tuple[Tensor, int],
-        factors: Callable[..., Factors],
+        factors: Callable[..., LinearFactors],
         shape: torch.Size,
         weight: str,
         bias: str,
@@ -105,7 +108,7 @@ class Recording:
             sites.append(Direct(self.unit.names[bias], [term]))
         if weight in self.unit.names:
             a = accurate(a)
-            use = factors(a, g, squares(a), g_squares, scale=self.scales.get(weight))
+            use = factors(a, g, squares(a), g_squares, self.scales.get(weight))
             sites.append(Outer(self.unit.names[weight], shape, [use]))
         return sites
 
@@ -124,9 +127,21 @@ class Recording:
         return self.tape.tap(self.unit.path, indices, z, build)
 
     def direct(
-        self, x: Tensor, z: Tensor, gradients: Mapping[str, PerPosition], channels: bool = False
+        self,
+        x: Tensor,
+        z: Tensor,
+        gradients: Mapping[str, Callable[[Tensor, Tensor], Tensor]],
+        channels: bool = False,
     ) -> Tensor:
-        """Record small parameters, whose gradients are functions of x and g at every position."""
+        """Record small parameters, whose gradients are functions of x and g at every position.
+
+        Args:
+            x: [batch, ...].
+            z: [batch, ..., width], or [batch, channels, ...] with `channels`.
+            gradients: by parameter p, (x, g) -> g * dz/dp, shaped [batch, positions...] and then
+                like p; it is summed over the positions. A new tensor, g, or a part of g.
+            channels: whether p has one entry per channel, the second axis.
+        """
 
         def build(a: Tensor, g: Tensor) -> list[Site]:
             sites: list[Site] = []

@@ -187,21 +187,38 @@ class Direct(Site):
 
     def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
-        sums: dict[str, Tensor] = {}
         exact = exact or len(self.terms) > 1
-        for gradient, scale, _ in self.terms:
+
+        def summed(gradient: Tensor) -> Callable[[Tensor], Tensor]:
             flat = without(gradient, bad).flatten(1)
-            done: dict[int, Tensor] = {}
-            for index, name in enumerate(self.names):
-                if name is None:
-                    continue
+            shape = gradient.shape[1:]
+            return lambda w: summed_rows(w.to(flat).unsqueeze(1), flat, exact).view(shape)
+
+        return scaled_sums(self.names, [(scale, summed(g)) for g, scale, _ in self.terms], w)
+
+
+def scaled_sums(
+    names: Sequence[str | None],
+    terms: Sequence[tuple[Tensor | None, Callable[[Tensor], Tensor]]],
+    w: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """Return sum_r S_r(w) for the first name, and sum_r k_r * S_r(w) for that of rho.
+
+    Args:
+        names: of the weight or mu, then of rho; None where frozen.
+        terms: k_r, and S_r as a function of the weights. It is called once for the same weights.
+        w: weights of the examples, by name.
+    """
+    sums: dict[str, Tensor] = {}
+    for scale, summed in terms:
+        done: dict[int, Tensor] = {}
+        for index, name in enumerate(names):
+            if name is not None:
                 key = id(w[name])
-                if key not in done:
-                    weights = w[name].to(flat).unsqueeze(1)  # mm has more threads than mv
-                    done[key] = summed_rows(weights, flat, exact).view(self.shapes[name])
+                done[key] = done[key] if key in done else summed(w[name])
                 value = done[key] * scale if index and scale is not None else done[key]
                 sums[name] = sums[name] + value if name in sums else value
-        return sums
+    return sums
 
 
 def summed_positions(h: Tensor, axis: int, squared: Tensor) -> tuple[Tensor, Tensor | float]:

@@ -9,7 +9,7 @@ from dpbnn.networks.gaussian import (
     to_gaussian,
     to_plain,
 )
-from dpbnn.networks.layers import Recorder, arguments, attributes, register
+from dpbnn.networks.layers import arguments, attributes, register
 from dpbnn.networks.papers import cnn, mlp, training_mode
 from dpbnn.networks.standard import LearnedNoise, SharedDropout
 
@@ -19,7 +19,6 @@ __all__ = [
     "GaussianLinear",
     "IntegratedLinear",
     "LearnedNoise",
-    "Recorder",
     "SharedDropout",
     "arguments",
     "attributes",

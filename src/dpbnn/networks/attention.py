@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpbnn.networks.layers import Forward, Recorder, attributes, register
+from dpbnn.networks.layers import Forward, attributes, register
 
 
-def _attention(layer: Any, record: Recorder) -> Forward:
+def _attention(layer: Any, record: Any) -> Forward:
     """MultiheadAttention, written out through its linear maps."""
     width = layer.embed_dim
 

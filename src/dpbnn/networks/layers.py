@@ -7,18 +7,16 @@ Rules know nothing of clipping or noise: they say what the gradients of a layer 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 if TYPE_CHECKING:
     from dpbnn.networks.gaussian import GaussianLayer
 
 __all__ = [
-    "Recorder",
     "arguments",
     "attributes",
     "is_whole",
@@ -29,58 +27,15 @@ __all__ = [
 ]
 
 Forward = Callable[..., Any]
-PerPosition = Callable[[Tensor, Tensor], Tensor]
 
 
-class Recorder(Protocol):
-    """What a rule records the calls of one layer with; g is the gradient at the output z.
-
-    Every method returns the output that is to be passed on instead of z. Parameters are named as
-    in the layer; frozen ones are left out by the recorder.
-    """
-
-    def linear(
-        self, x: Tensor, z: Tensor, *, weight: str = "weight", bias: str = "bias", at: str = ""
-    ) -> Tensor:
-        """Record z = x W^T + b, over the last axis; `at` names a part of the layer."""
-
-    def convolution(
-        self,
-        x: Tensor,
-        z: Tensor,
-        shape: torch.Size,
-        stride: tuple[int, ...],
-        padding: tuple[int, ...],
-        dilation: tuple[int, ...],
-        groups: int,
-    ) -> Tensor:
-        """Record a convolution with weights of this shape, and a bias."""
-
-    def lookup(self, indices: Tensor, z: Tensor, padding: int | None) -> Tensor:
-        """Record z = W[indices]; the index `padding` contributes nothing."""
-
-    def refuse(self, reason: str) -> NoReturn:
-        """Raise for a layer or a call whose gradients are not taken per example."""
-
-    def direct(
-        self, x: Tensor, z: Tensor, gradients: Mapping[str, PerPosition], channels: bool = False
-    ) -> Tensor:
-        """Record small parameters, whose gradients are functions of x and g at every position.
-
-        Args:
-            x: [batch, ...].
-            z: [batch, ..., width], or [batch, channels, ...] with `channels`.
-            gradients: by parameter p, (x, g) -> g * dz/dp, shaped [batch, positions...] and then
-                like p; it is summed over the positions. A new tensor, g, or a part of g.
-            channels: whether p has one entry per channel, the second axis.
-        """
-
-
-Rule = Callable[[Any, Recorder], Forward]
-"""(layer, recorder) -> a forward that computes the output and records it.
+Rule = Callable[[Any, Any], Forward]
+"""(layer, record) -> a forward that computes the output and records it.
 
 The layer has the settings and parameters of the module; of a Gaussian version, `weight` and `bias`
-are the drawn ones. `layer.forward` cannot be called: it is what is replaced."""
+are the drawn ones. `layer.forward` cannot be called: it is what is replaced. `record` is told what
+the output is made of, by `linear`, `convolution`, `lookup` or `direct`, and returns the output to
+pass on; see `Recording` in contributions/rules.py."""
 
 
 def arguments(module: nn.Module) -> dict[str, Any]:

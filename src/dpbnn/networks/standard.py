@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpbnn.networks.gaussian import GaussianConv2d, GaussianLinear
-from dpbnn.networks.layers import Forward, Recorder, attributes, register
+from dpbnn.networks.layers import Forward, attributes, register
 from dpbnn.networks.pooling import pooling
 
 __all__ = ["LearnedNoise", "SharedDropout"]
 
 
-def _linear(layer: Any, record: Recorder) -> Forward:
+def _linear(layer: Any, record: Any) -> Forward:
     """G = sum_t g_t a_t^T, bias sum_t g_t."""
 
     def forward(input: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ register(nn.Linear, _linear, gaussian=GaussianLinear)
 register(nn.modules.linear.NonDynamicallyQuantizableLinear, _linear, saved=None)
 
 
-def _convolution(layer: Any, record: Recorder) -> Forward:
+def _convolution(layer: Any, record: Any) -> Forward:
     """G = sum_t g_t a_t^T over output positions t with patches a_t."""
     function = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(layer.stride)]
 
@@ -68,7 +68,7 @@ register(nn.Conv2d, _convolution, gaussian=GaussianConv2d)
 register(nn.Conv3d, _convolution)
 
 
-def _embedding(layer: Any, record: Recorder) -> Forward:
+def _embedding(layer: Any, record: Any) -> Forward:
     """Every position adds g_t to the row of its index."""
     if layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse:
         record.refuse(
@@ -90,7 +90,7 @@ register(
 )
 
 
-def _trailing_norm(normal: Callable[..., Tensor], layer: Any, record: Recorder) -> Forward:
+def _trailing_norm(normal: Callable[..., Tensor], layer: Any, record: Any) -> Forward:
     """LayerNorm and RMSNorm: weight sum_t g_t * xhat_t, bias sum_t g_t."""
 
     def forward(input: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ register(nn.LayerNorm, partial(_trailing_norm, F.layer_norm))
 register(nn.RMSNorm, partial(_trailing_norm, F.rms_norm))
 
 
-def _channel_norm(layer: Any, record: Recorder) -> Forward:
+def _channel_norm(layer: Any, record: Any) -> Forward:
     """GroupNorm and InstanceNorm: weight sum_t g_t * xhat_t, bias sum_t g_t, per channel."""
 
     def by_weight(x: Tensor, g: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class LearnedNoise(nn.Module):
         return torch.cat([x, self.log_variance.expand(*x.shape[:-1], -1)], -1)
 
 
-def _learned_noise(layer: Any, record: Recorder) -> Forward:
+def _learned_noise(layer: Any, record: Any) -> Forward:
     """sum_t g_t over the outputs that hold the log-variance."""
     width = len(layer.log_variance)
 
