@@ -1081,8 +1081,8 @@ def frozen_layers_become_gaussian(patch: Patch) -> None:
     def gaussian(original, module, *args):
         return original(module.requires_grad_(), *args)
 
-    original = networks._gaussian
-    patch.setattr(networks, "_gaussian", lambda *args: gaussian(original, *args))
+    original = networks.gaussian._gaussian
+    patch.setattr(networks.gaussian, "_gaussian", lambda *args: gaussian(original, *args))
     the_trained_network_becomes_the_posterior(patch)
 
 

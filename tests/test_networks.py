@@ -72,7 +72,7 @@ def test_rho_scale_is_the_derivative_of_the_drawn_weight():
     draw = layer.draw()
     weight = layer.at(draw)["weight"]
     (gradient,) = torch.autograd.grad(weight.sum(), layer.weight_rho)
-    torch.testing.assert_close(gradient, layer.rho_scale(draw)["weight"])
+    torch.testing.assert_close(gradient, layer.at_with_scale(draw)[1]["weight"])
 
 
 class TestFillNormal:

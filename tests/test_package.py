@@ -20,7 +20,7 @@ BELOW = {
     "evaluation": {"likelihoods", "messages", "predictive"},
     "likelihoods": {"predictive"},
     "messages": set(),
-    "mixtures": {"messages"},
+    "mixtures": {"messages", "networks"},
     "networks": {"privacy"},
     "predictive": set(),
     "priors": set(),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbnn.messages import as_numbers, unquoted
+from dpbnn.networks.layers import attributes, register
 
 __all__ = ["GaussianMixture", "checked_points", "log_normal", "synthetic_mixture", "whitened"]
 
@@ -81,6 +82,9 @@ class GaussianMixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return log w_j + log N(x; m_j, S_j), [N, J]."""
         return self.log_weights + log_normal(x, self.means, self.covariances)
+
+
+register(GaussianMixture, saved=attributes("components", "dimensions", "noise_std"))
 
 
 def log_normal(x: Tensor, means: Tensor, covariances: Tensor) -> Tensor:

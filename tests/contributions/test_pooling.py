@@ -9,7 +9,7 @@ from contributions_contract import assert_matches, per_example
 from torch import nn
 
 from dpbnn.contributions import attach
-from dpbnn.contributions.rules import _ChannelsLastMax, pooling
+from dpbnn.networks.pooling import _ChannelsLastMax, pooling
 
 WINDOWS = [
     nn.MaxPool2d(2, 1),
@@ -29,7 +29,7 @@ def inputs(dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("module", WINDOWS, ids=repr)
 def test_values_and_gradients_are_those_of_torch(module: nn.MaxPool2d, dtype: torch.dtype) -> None:
     x = inputs(dtype).requires_grad_()
-    plain, quick = module(x), pooling(module, None, None)(x)
+    plain, quick = module(x), pooling(module, None)(x)
     assert type(quick.grad_fn).__name__ == f"{_ChannelsLastMax.__name__}Backward"
     assert torch.equal(plain.nan_to_num(7.5), quick.nan_to_num(7.5))
     assert plain.stride() == quick.stride()
@@ -48,16 +48,14 @@ def test_values_and_gradients_are_those_of_torch(module: nn.MaxPool2d, dtype: to
     ],
 )
 def test_other_inputs_are_left_to_torch(module: nn.MaxPool2d, x: torch.Tensor) -> None:
-    quick = pooling(module, None, None)(x.requires_grad_())
+    quick = pooling(module, None)(x.requires_grad_())
     assert torch.equal(quick, module(x))
     assert quick.grad_fn is not None
     assert _ChannelsLastMax.__name__ not in type(quick.grad_fn).__name__
 
 
 def test_indices_are_left_to_torch() -> None:
-    values, indices = pooling(nn.MaxPool2d(2, return_indices=True), None, None)(
-        torch.randn(4, 9, 6, 6)
-    )
+    values, indices = pooling(nn.MaxPool2d(2, return_indices=True), None)(torch.randn(4, 9, 6, 6))
     assert values.shape == indices.shape == (4, 9, 3, 3)
 
 

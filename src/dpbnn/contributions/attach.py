@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -17,12 +17,13 @@ from dpbnn.contributions.dense import (
 )
 from dpbnn.contributions.fallback import replayed
 from dpbnn.contributions.recorded import NetworkContributions, same_draws
-from dpbnn.contributions.rules import Recorder, Unit, rule_for
+from dpbnn.contributions.rules import Unit, recorded
 from dpbnn.contributions.tape import Discovery, Draw, Key, Tape, replaced_forwards
 from dpbnn.likelihoods import Likelihood
 from dpbnn.likelihoods import likelihood as named_likelihood
 from dpbnn.messages import unquoted
-from dpbnn.networks import GaussianLayer
+from dpbnn.networks.gaussian import GaussianLayer
+from dpbnn.networks.layers import is_whole, rule_of
 from dpbnn.privacy.checks import first_line, quoted
 from dpbnn.privacy.module_state import Change
 
@@ -30,6 +31,7 @@ Space = Literal["weights", "parameters"]
 LikelihoodLike = str | Likelihood | Callable[[Any, Any], Tensor]
 DataFree = Mapping[str, Tensor] | Callable[[Draws], Mapping[str, Tensor]]
 Inputs = Tensor | tuple[Tensor, ...]
+_PARTS = ("mu", "rho")
 _FAILED = (
     "the network or the likelihood raised an error on this batch",
     "run them on public rows of that shape to see more",
@@ -58,15 +60,6 @@ def _log_prob(likelihood: LikelihoodLike) -> Callable[[Any, Any], Tensor]:
     )
 
 
-def _at(model: nn.Module, path: str) -> nn.Module:
-    """Return the module at a path: `get_submodule` without its checks."""
-    for part in path.split(".") if path else ():
-        child = model._modules[part]
-        assert child is not None
-        model = child
-    return model
-
-
 def describe(model: nn.Module, path: str) -> str:
     """Return a module's dotted path and class."""
     module, found = model, ""
@@ -78,49 +71,28 @@ def describe(model: nn.Module, path: str) -> str:
     return f"{found or 'the model'!r} ({type(module).__name__})"
 
 
-def _modules(model: nn.Module) -> list[nn.Module]:
-    """Return the model and every module within it once: `modules()`, quicker."""
-    found, seen = [model], {model}
-    for module in found:
-        for child in module._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                found.append(child)
-    return found
+def _flags(model: nn.Module) -> list[bool]:
+    return [parameter.requires_grad for parameter in model.parameters()]
 
 
-def _flags(modules: Iterable[nn.Module]) -> list[bool]:
-    return [
-        parameter.requires_grad
-        for module in modules
-        for parameter in module._parameters.values()
-        if parameter is not None
-    ]
-
-
-_STATEFUL = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+def _gaussian(model: nn.Module) -> dict[str, GaussianLayer]:
+    return {path: m for path, m in model.named_modules() if isinstance(m, GaussianLayer)}
 
 
 def refuse_coupling(model: nn.Module) -> None:
     """Raise for modules that mix examples or keep statistics of the batch."""
     for path, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (
-            module.training or module.running_mean is None
-        ):
+        batch = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if batch and (module.training or module.running_mean is None):
             raise UnsupportedModel(
                 f"{describe(model, path)} mixes the examples of a batch; replace it by "
-                "torch.nn.GroupNorm(groups, "
-                f"{module.num_features}), or call .eval() on it."
+                f"torch.nn.GroupNorm(groups, {module.num_features}), or call .eval() on it."
             )
-        if (
-            isinstance(module, nn.modules.instancenorm._InstanceNorm)
-            and module.training
-            and (module.track_running_stats)
-        ):
+        instance = isinstance(module, nn.modules.instancenorm._InstanceNorm)
+        if instance and module.training and module.track_running_stats:
             raise UnsupportedModel(
                 f"{describe(model, path)} keeps running statistics of the data; use "
-                "track_running_stats=False or "
-                "torch.nn.GroupNorm."
+                "track_running_stats=False or torch.nn.GroupNorm."
             )
 
 
@@ -165,10 +137,7 @@ class Attached:
         self.likelihood, self.log_prob = likelihood, _log_prob(likelihood)
         self.space, self.data_free, self.generator = space, data_free, generator
         self.microbatch_size = microbatch_size
-        self._gaussian_paths = [
-            path for path, module in model.named_modules() if isinstance(module, GaussianLayer)
-        ]
-        self.draws = draws if self._gaussian_paths else 1
+        self.draws = draws if _gaussian(model) else 1
         refuse_coupling(model)
         for path, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
@@ -176,11 +145,12 @@ class Attached:
                     f"{describe(model, path)} is scripted, so its layers cannot be recorded; "
                     "attach the module as it was before torch.jit."
                 )
-        self._flags = _flags(_modules(model))
+        self._flags = _flags(model)
         if not any(self._flags):
             raise UnsupportedModel(
                 f"{type(model).__name__} has no trainable parameter; set requires_grad."
             )
+        self._shapes: dict[str, torch.Size] = {}
         self._released = self._released_names(model)
         self.units = self._units(model)
         parameter = next(model.parameters())
@@ -202,88 +172,77 @@ class Attached:
         return dict(self._shapes)
 
     def _released_names(self, model: nn.Module) -> dict[int, str]:
-        drawn = set()
-        self._shapes: dict[str, torch.Size] = {}
-        if self.space == "weights":
-            drawn = {f"{p}.{n}".strip(".") for p in self._gaussian_paths for n in _OF_GAUSSIAN}
+        """Return the released name of every trainable parameter, by its id."""
+        drawn = {
+            id(getattr(layer, f"{name}_{part}"))
+            for layer in _gaussian(model).values()
+            for name in layer.drawn_names()
+            for part in _PARTS
+        }
         released = {}
         for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            out = name.rpartition("_")[0] if name in drawn else name
-            released[id(parameter)] = out
-            self._shapes[out] = parameter.shape
+            if parameter.requires_grad:
+                weight = self.space == "weights" and id(parameter) in drawn
+                out = name.rpartition("_")[0] if weight else name
+                released[id(parameter)] = out
+                self._shapes[out] = parameter.shape
         return released
+
+    def _names(self, module: nn.Module) -> dict[str, list[str | None]]:
+        """Return the released names of a module's parameters; see `Unit`."""
+        released = {name: self._released.get(id(p)) for name, p in module.named_parameters()}
+        names = {own: [name] for own, name in released.items()}
+        if isinstance(module, GaussianLayer):
+            names = {n: [released[f"{n}_{p}"] for p in _PARTS] for n in module.drawn_names()}
+            if self.space == "weights":
+                names = {own: [mu or rho] for own, (mu, rho) in names.items()}
+        return {own: every for own, every in names.items() if any(every)}
 
     def _units(self, model: nn.Module) -> list[Unit]:
         units: list[Unit] = []
-        held: set[int] = set()
+        seen: set[int] = set()
 
         def walk(module: nn.Module, path: str) -> None:
-            if id(module) in held:
+            if id(module) in seen:
                 return
-            held.add(id(module))
-            own = {
-                name: self._released[id(p)]
-                for name, p in module._parameters.items()
-                if p is not None and id(p) in self._released
-            }
-            rule = rule_for(module)
-            whole = isinstance(module, nn.MultiheadAttention) and any(
-                p.requires_grad for p in module.parameters()
-            )
-            if own or whole:
-                names = {
-                    name: self._released[id(p)]
-                    for name, p in module.named_parameters()
-                    if id(p) in self._released
-                }
-                if isinstance(module, GaussianLayer):
-                    if rule is None:
-                        raise UnsupportedModel(
-                            f"{describe(model, path)} has its own forward; record GaussianLinear "
-                            "or GaussianConv2d as they are."
-                        )
-                    if self.space == "weights":
-                        names = {key.rpartition("_")[0]: value for key, value in names.items()}
-                units.append(Unit(path, rule or replayed, names))
-                held.update(id(m) for m in module.modules())
-                return
-            if rule is not None and isinstance(module, (GaussianLayer, nn.MaxPool2d)):
+            seen.add(id(module))
+            rule, names = rule_of(module), self._names(module)
+            gaussian = isinstance(module, GaussianLayer)
+            if gaussian and names and rule is None:
+                raise UnsupportedModel(
+                    f"{describe(model, path)} has its own forward; record GaussianLinear "
+                    "or GaussianConv2d as they are."
+                )
+            own = any(id(p) in self._released for p in module.parameters(recurse=False))
+            if own or (names and is_whole(module)):
+                units.append(Unit(path, rule, names))
+                seen.update(id(m) for m in module.modules())
+            elif rule is not None and (gaussian or not list(module.parameters())):
                 units.append(Unit(path, rule, {}))
-                return
-            for name, child in module.named_children():
-                walk(child, f"{path}.{name}".strip("."))
+            else:
+                for name, child in module.named_children():
+                    walk(child, f"{path}.{name}".strip("."))
 
         walk(model, "")
         return units
 
     def draw(self) -> list[Draw]:
         """Return fresh standard normal draws, one set of weights per draw."""
-        model = self.model
-        result: list[Draw] = []
-        for _ in range(self.draws):
-            layers = {path: model.get_submodule(path) for path in self._gaussian_paths}
-            result.append(
-                {
-                    path: layer.draw(self.generator)
-                    for path, layer in layers.items()
-                    if isinstance(layer, GaussianLayer)
-                }
-            )
-        return result
+        layers = _gaussian(self.model).items()
+        return [{p: layer.draw(self.generator) for p, layer in layers} for _ in range(self.draws)]
 
-    def _forward(self, recorder: Recorder, x: tuple[Tensor, ...], y: Tensor) -> Tensor:
+    def _forward(self, recorder: Tape | Discovery, x: tuple[Tensor, ...], y: Tensor) -> Tensor:
         model, forwards = self.model, {}
         for unit in self.units:
-            module = _at(model, unit.path)
-            forwards[module] = unit.rule(module, unit, recorder)
+            module = model.get_submodule(unit.path)
+            made = replayed if unit.rule is None else recorded
+            forwards[module] = made(module, unit, recorder)
         with replaced_forwards(forwards):
             log_prob = self.log_prob(model(*x), y)
-        if not isinstance(log_prob, Tensor) or log_prob.shape != (recorder.batch,):
-            found = type(log_prob).__name__
-            if isinstance(log_prob, Tensor):
-                found = f"a tensor of {log_prob.dim()} dimensions"
+        tensor = isinstance(log_prob, Tensor)
+        if not tensor or log_prob.shape != (recorder.batch,):
+            kind = type(log_prob).__name__
+            found = f"a tensor of {log_prob.dim()} dimensions" if tensor else kind
             raise UnsupportedModel(
                 f"likelihood {self.likelihood!r} returned {found} for a batch; "
                 "return one log-probability per example, without a mean or sum over the batch."
@@ -327,17 +286,16 @@ class Attached:
                 )
         return constants
 
-    @staticmethod
-    def _signature(x: tuple[Tensor, ...], y: Tensor, modules: list[nn.Module]) -> Any:
+    def _signature(self, x: tuple[Tensor, ...], y: Tensor) -> Any:
         kinds = [(t.dim(), t.dtype) for t in (*x, y)]
-        return (*kinds, *map(type, modules), *[module.training for module in modules])
+        return (*kinds, *((type(module), module.training) for module in self.model.modules()))
 
     def probe(self, x: Inputs, y: Tensor) -> None:
         """Check on a few public examples that contributions are per example and complete."""
         from dpbnn.contributions.probe import probe
 
         arguments = _arguments(x)
-        signature = self._signature(arguments, y, _modules(self.model))
+        signature = self._signature(arguments, y)
         try:
             self._layouts[signature] = probe(self, arguments, y)
         except (RuntimeError, IndexError, TypeError, AttributeError) as error:
@@ -375,17 +333,15 @@ class Attached:
                 "contributions need gradients, which torch.inference_mode() forbids; use "
                 "torch.no_grad() instead."
             )
-        modules = _modules(model)
-        if _flags(modules) != self._flags:
+        if _flags(model) != self._flags:
             raise UnsupportedModel(
                 "parameters were frozen, unfrozen, added or removed after attaching; attach again."
             )
-        if any(isinstance(module, _STATEFUL) for module in modules):
-            refuse_coupling(model)
+        refuse_coupling(model)
         lengths = {t.shape[0] for t in (*arguments, y)}
         if len(lengths) != 1:
             raise ValueError(f"inputs and targets have {sorted(lengths)} rows; give equally many.")
-        signature = self._signature(arguments, y, modules)
+        signature = self._signature(arguments, y)
         if signature not in self._layouts:
             from dpbnn.contributions.probe import synthetic
 
@@ -409,17 +365,10 @@ class Attached:
         )  # fmt: skip
 
 
-_OF_GAUSSIAN = ("weight_mu", "weight_rho", "bias_mu", "bias_rho")
-
-
 def public(draws: list[Draw]) -> Draws:
     """Return draws by released weight path, as `contributions.draws` shows them."""
     return [
-        {
-            f"{path}.{name}".strip("."): e
-            for path, layer in draw.items()
-            for name, e in layer.items()
-        }
+        {f"{p}.{name}".strip("."): e for p, layer in draw.items() for name, e in layer.items()}
         for draw in draws
     ]
 
@@ -453,14 +402,9 @@ def attach(
         microbatch_size: most examples recorded at once.
     """
     attached = Attached(
-        model,
-        likelihood,
-        space=space,
-        draws=draws,
-        data_free=data_free,
-        generator=generator,
+        model, likelihood, space=space, draws=draws, data_free=data_free, generator=generator,
         microbatch_size=microbatch_size,
-    )
+    )  # fmt: skip
     attached.held = model
     return attached
 
@@ -491,13 +435,9 @@ def contributions(
         options: further arguments of `attach`.
     """
     known = _attachments.setdefault(model, {})
-    flags = tuple(parameter.requires_grad for parameter in model.parameters())
     identity = likelihood if isinstance(likelihood, str) else id(likelihood)
-    key = (
-        identity,
-        flags,
-        *sorted((k, id(v) if k == "generator" else v) for k, v in options.items()),
-    )
+    given = sorted((k, id(v) if k == "generator" else v) for k, v in options.items())
+    key = (identity, *_flags(model), *given)
     if key not in known:
         if len(known) >= _MOST_ATTACHMENTS:
             known.pop(next(iter(known)))

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from dpbnn.contributions.rounding import (
-    BLOCK,
     INFLATION,
     accurate,
     full_precision,
     rows_error,
     squares,
+    summed_rows,
 )
 
 Weights = Tensor | Mapping[str, Tensor]
@@ -203,16 +203,11 @@ class DenseContributions(Contributions):
 
     def weighted_sum(self, w: Weights) -> dict[str, Tensor]:
         """Return sum_i w_i c_i per released name, in float64."""
-        step = BLOCK[torch.float64]
         sums: dict[str, Tensor] = {}
         with full_precision(self.device):
             for name, values in self.per_name(w).items():
-                flat = self._flat[name]
-                weights = values.detach().to(self.device, torch.float64)
-                total = weights[:step] @ flat[:step].double()
-                for first in range(step, self.batch_size, step):
-                    rows = slice(first, first + step)
-                    total += weights[rows] @ flat[rows].double()
+                weights = values.detach().to(self.device, torch.float64)[:, None]
+                total = summed_rows(weights, self._flat[name], exact=True)
                 sums[name] = total.view(self.shapes[name])
         return sums
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,13 +11,14 @@ from torch.func import functional_call, grad, vmap
 
 from dpbnn.contributions.dense import UnsupportedModel
 from dpbnn.contributions.recorded import random_state
-from dpbnn.contributions.rounding import BLOCK, accurate, summed_rows
-from dpbnn.contributions.rules import Forward, Recorder, Unit
-from dpbnn.contributions.sites import CHANGED, KEPT, Instantiated, Site
-from dpbnn.contributions.tape import Discovery
+from dpbnn.contributions.rounding import accurate
+from dpbnn.contributions.rules import Unit
+from dpbnn.contributions.sites import CHANGED, KEPT, Site
+from dpbnn.contributions.tape import Discovery, Tape
+from dpbnn.networks.layers import Forward
 
 
-class Replayed(Instantiated):
+class Replayed(Site):
     """A module whose gradients come from replaying it per example at its recorded inputs."""
 
     def __init__(
@@ -68,25 +69,11 @@ class Replayed(Instantiated):
             )
         return {name: accurate(gradients[own].detach()) for own, name in self.names.items()}
 
-    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
-        """Return sum_i w_i c_i without the data-free part and without the bad examples."""
-        sums: dict[str, Tensor] = {}
-        finite = torch.ones(self.batch, dtype=torch.bool, device=bad.device)
-        finite.index_fill_(0, bad, False)
-        for rows in self.slices():
-            for name, part in self.instantiate(rows).items():
-                here = finite[rows].view(-1, *[1] * (part.dim() - 1))
-                flat = part.where(here, 0.0).flatten(1)
-                value = summed_rows(w[name][rows].to(part).unsqueeze(1), flat, exact)[0]
-                if self.batch > BLOCK[torch.float32]:
-                    value = value.double()
-                sums[name] = sums[name] + value if name in sums else value
-        return {name: value.view(self.shapes[name]) for name, value in sums.items()}
 
-
-def replayed(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
+def replayed(module: nn.Module, unit: Unit, tape: Tape | Discovery) -> Forward:
     """Record a module's inputs and output gradient, to be replayed per example."""
     original: Callable[..., Any] = module.forward
+    names = {own: name for own, (name,) in unit.names.items() if name is not None}
     described = f"{unit.path or 'the model'!r} ({type(module).__name__})"
 
     def forward(*inputs: Any, **options: Any) -> Any:
@@ -112,7 +99,7 @@ def replayed(module: nn.Module, unit: Unit, tape: Recorder) -> Forward:
         ]
 
         def build(a: Tensor, g: Tensor) -> list[Site]:
-            return [Replayed(module, unit.names, kept, batched, g)]
+            return [Replayed(module, names, kept, batched, g)]
 
         return tape.tap(unit.path, inputs[0], z, build, alone=True)
 

@@ -3,84 +3,22 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dpbnn.contributions.rounding import BLOCK, squares, sum_error, summed_rows, without
-from dpbnn.contributions.sites import CHANGED, KEPT, Instantiated, Site, with_slack
+from dpbnn.contributions.sites import CHANGED, KEPT, Site, scaled_sums, with_slack
 
 GRAM_COST = 3.0
 """Price of a float64 multiplication in the Gram form against a float32 one."""
 MAX_PAIRED_DRAWS = 8
 """Draws of a linear layer up to which products of pairs are cheaper than instantiation."""
-
-
-class Factors(ABC):
-    """One use of a weight: its inputs a, its output gradients g, and k where rho is released.
-
-    Attributes:
-        a, g: as recorded.
-        a_squares, g_squares: |a|^2 and |g|^2 of every example.
-        scale: k = e * d std / d rho of this draw, shaped like the weight; or None.
-        groups, positions, columns, rows: G consists of `groups` blocks [rows, columns].
-        version: of a, when it was recorded.
-    """
-
-    version: int
-    a: Tensor
-    g: Tensor
-    a_squares: Tensor
-    g_squares: Tensor
-    scale: Tensor | None
-    groups: int
-    positions: int
-    columns: int
-    rows: int
-
-    @abstractmethod
-    def factors(self, examples: slice) -> tuple[Tensor, Tensor]:
-        """Return a [batch * groups, T, columns] and g [batch * groups, T, rows]."""
-
-    @abstractmethod
-    def summed(self, w: Tensor, bad: Tensor, exact: bool) -> Tensor:
-        """Return sum_i w_i G_i, shaped like the weight, in float64 where positions are summed."""
-
-    @abstractmethod
-    def magnitude(self) -> Tensor:
-        """Return a bound on sum_t |a_t| |g_t| per example (float64)."""
-
-    def blocks(self, weights: Tensor) -> Tensor:
-        """Return weight-shaped tensors in the order of a block's columns."""
-        return weights
-
-    def unblocked(self, blocks: Tensor) -> Tensor:
-        """Return flat blocks in the weight's shape."""
-        return torch.unflatten(blocks, -1, (self.rows, self.columns))
-
-    def check_unchanged(self) -> None:
-        """Raise if the inputs changed since the norms could have been taken."""
-        if self.a._version != self.version:
-            raise RuntimeError(CHANGED)
-
-    def release(self) -> None:
-        """Forget a and g, once instantiated gradients stand for them."""
-        self.a, self.g = self.a.new_empty(0), self.g.new_empty(0)
-
-    @property
-    def block_size(self) -> int:
-        """Return how many numbers an instantiated example needs at once."""
-        return self.groups * max(self.rows, self.positions) * self.columns
-
-    @property
-    def kept_size(self) -> int:
-        """Return how many numbers a and g hold per example."""
-        return (self.a.numel() + self.g.numel()) // max(1, self.g.shape[0])
 
 
 def weighted_factors(a: Tensor, g: Tensor, w: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,20 +30,24 @@ def weighted_factors(a: Tensor, g: Tensor, w: Tensor, bad: Tensor) -> tuple[Tens
     return a, g * w.to(g).view(-1, *[1] * (g.dim() - 1))
 
 
-class LinearFactors(Factors):
-    """A linear map, a [batch, T, columns] and g [batch, T, rows], without T where there is one."""
+class LinearFactors:
+    """One use of a weight W in z = x W^T: its inputs a, its output gradients g, and k for rho.
+
+    Attributes:
+        a, g: [batch, T, columns] and [batch, T, rows], without T where there is one position.
+        a_squares, g_squares: |a|^2 and |g|^2 of every example.
+        scale: k = e * d std / d rho of this draw, shaped like the weight; or None.
+        groups, positions, columns, rows: G consists of `groups` blocks [rows, columns].
+        version: of a, when it was recorded.
+    """
+
+    groups = 1
 
     def __init__(
-        self,
-        a: Tensor,
-        g: Tensor,
-        a_squares: Tensor,
-        g_squares: Tensor,
-        scale: Tensor | None = None,
+        self, a: Tensor, g: Tensor, a_squares: Tensor, g_squares: Tensor, scale: Tensor | None
     ) -> None:
         self.a, self.g, self.a_squares, self.g_squares = a, g, a_squares, g_squares
-        self.scale, self.groups = scale, 1
-        self.version = a._version
+        self.scale, self.version = scale, a._version
         self.positions = 1 if a.dim() == 2 else a.shape[1]
         self.columns, self.rows = a.shape[-1], g.shape[-1]
 
@@ -115,7 +57,7 @@ class LinearFactors(Factors):
         return (a.unsqueeze(1), g.unsqueeze(1)) if a.dim() == 2 else (a, g)
 
     def summed(self, w: Tensor, bad: Tensor, exact: bool) -> Tensor:
-        """Return sum_i w_i G_i = (w g)^T a, in float64 where positions are summed."""
+        """Return sum_i w_i G_i, shaped like the weight, in float64 where positions are summed."""
         a, g = weighted_factors(self.a, self.g, w, bad)
         if a.dim() > 2:
             a, g = a.flatten(0, 1), g.flatten(0, 1)
@@ -124,6 +66,24 @@ class LinearFactors(Factors):
     def magnitude(self) -> Tensor:
         """Return a bound on sum_t |a_t| |g_t| per example (float64)."""
         return (self.a_squares * self.g_squares).sqrt()
+
+    def blocks(self, weights: Tensor) -> Tensor:
+        """Return weight-shaped tensors in the order of a block's columns."""
+        return weights
+
+    def unblocked(self, blocks: Tensor) -> Tensor:
+        """Return flat blocks in the weight's shape."""
+        return torch.unflatten(blocks, -1, (self.rows, self.columns))
+
+    @property
+    def block_size(self) -> int:
+        """Return how many numbers an instantiated example needs at once."""
+        return self.groups * max(self.rows, self.positions) * self.columns
+
+    @property
+    def kept_size(self) -> int:
+        """Return how many numbers a and g hold per example."""
+        return (self.a.numel() + self.g.numel()) // max(1, self.g.shape[0])
 
 
 @dataclass(frozen=True)
@@ -137,22 +97,13 @@ class Window:
     groups: int
 
 
-class ConvFactors(Factors):
+class ConvFactors(LinearFactors):
     """A convolution: a and g are the patches and the output gradients at every position."""
 
-    def __init__(
-        self,
-        a: Tensor,
-        g: Tensor,
-        a_squares: Tensor,
-        g_squares: Tensor,
-        window: Window,
-        scale: Tensor | None = None,
-    ) -> None:
-        self.a, self.g, self.a_squares, self.g_squares = a, g, a_squares, g_squares
-        self.window, self.scale = window, scale
-        self.groups, self.version = window.groups, a._version
-        self.positions = g[0, 0].numel()
+    def __init__(self, *recorded: Any, window: Window) -> None:
+        super().__init__(*recorded)
+        self.window, self.groups = window, window.groups
+        self.positions = self.g[0, 0].numel()
         self.columns, self.rows = window.shape[1:].numel(), window.shape[0] // window.groups
 
     def factors(self, examples: slice) -> tuple[Tensor, Tensor]:
@@ -225,7 +176,7 @@ class ConvFactors(Factors):
         return (overlap * self.a_squares * self.g_squares).sqrt()
 
 
-class Outer(Instantiated):
+class Outer(Site):
     """A weight with gradient sum_r G_r over its uses and draws r, and its rho: sum_r k_r * G_r.
 
     Args:
@@ -238,7 +189,7 @@ class Outer(Instantiated):
     form: str | None = None
 
     def __init__(
-        self, names: Sequence[str | None], shape: torch.Size, terms: Sequence[Factors]
+        self, names: Sequence[str | None], shape: torch.Size, terms: Sequence[LinearFactors]
     ) -> None:
         self.names, self.shape, self.terms, self.data_free = list(names), shape, list(terms), {}
         self.batch = terms[0].g.shape[0]
@@ -269,7 +220,7 @@ class Outer(Instantiated):
 
     @property
     def _rank_one(self) -> bool:
-        return all(isinstance(t, LinearFactors) and t.a.dim() == 2 for t in self.terms)
+        return all(term.a.dim() == 2 for term in self.terms)
 
     def _choose(self) -> str:
         special = self._scaled or bool(self.data_free)
@@ -285,12 +236,8 @@ class Outer(Instantiated):
 
     def squared_norms(self) -> dict[str, Tensor]:
         """Return |c_i|^2 per name, an upper bound up to a relative 1e-4 (float64, [batch])."""
-        form = self._choose()
-        if form == "pairs":
-            return self._pairs()
-        if form == "gram":
-            return self._gram()
-        return self._instantiated()
+        forms = {"pairs": self._pairs, "gram": self._gram, "instantiated": self._instantiated}
+        return forms[self._choose()]()
 
     def slack(self) -> Tensor:
         """Return gamma sum_t |a_t| |g_t|, the rounding error of sums over positions.
@@ -300,13 +247,10 @@ class Outer(Instantiated):
         if self._slack is None:
             count = sum(term.positions for term in self.terms) + bool(self.data_free)
             gamma = sum_error(count, self.terms[0].g.dtype)
-            parts = [
-                term.magnitude()
-                if term.scale is None
-                else term.magnitude()
-                * torch.linalg.vector_norm(term.scale, math.inf).double().clamp(min=1.0)
-                for term in self.terms
-            ]
+            parts = [term.magnitude() for term in self.terms]
+            for part, term in zip(parts, self.terms, strict=True):
+                if term.scale is not None:
+                    part *= torch.linalg.vector_norm(term.scale, math.inf).double().clamp(min=1.0)
             self._slack = gamma * torch.stack(parts).sum(0)
         return self._slack
 
@@ -375,9 +319,8 @@ class Outer(Instantiated):
             g = torch.cat([pair[1].double() for pair in pairs], 1)
             products = torch.bmm(a, a.mT).mul_(torch.bmm(g, g.mT))
             parts.append(products.view(rows.stop - rows.start, -1).sum(1))
-        value = torch.cat(parts)
-        value = value.clamp(min=0).sqrt() + self.slack()
-        return {name: value.square() for name in self.shapes}
+        value = torch.cat(parts).clamp(min=0)
+        return with_slack(dict.fromkeys(self.shapes, value), self.slack())
 
     def _accumulate(self, rows: slice) -> Tensor:
         if self._kept:
@@ -425,8 +368,8 @@ class Outer(Instantiated):
                     parts[name].append(squares(values))
         if keep:
             self._kept = kept
-            first.release()
-        return {name: (torch.cat(values).sqrt() + slack).square() for name, values in parts.items()}
+            first.a, first.g = first.a.new_empty(0), first.g.new_empty(0)
+        return with_slack({name: torch.cat(values) for name, values in parts.items()}, slack)
 
     def instantiate(self, rows: slice) -> dict[str, Tensor]:
         """Return the contributions of some examples without the data-free part."""
@@ -440,23 +383,18 @@ class Outer(Instantiated):
 
     def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
-        sums: dict[str, Tensor] = {}
-        for term in self.terms:
-            done: dict[int, Tensor] = {}
-            for index, name in enumerate(self.names):
-                if name is None:
-                    continue
-                key = id(w[name])
-                if key not in done:
-                    done[key] = self._summed(term, w[name], bad, exact or len(self.terms) > 1)
-                value = done[key] * term.scale if index and term.scale is not None else done[key]
-                sums[name] = sums[name] + value if name in sums else value
-        return sums
+        exact = exact or len(self.terms) > 1
 
-    def _summed(self, term: Factors, w: Tensor, bad: Tensor, exact: bool) -> Tensor:
+        def summed(term: LinearFactors) -> Callable[[Tensor], Tensor]:
+            return lambda w: self._summed(term, w, bad, exact)
+
+        return scaled_sums(self.names, [(term.scale, summed(term)) for term in self.terms], w)
+
+    def _summed(self, term: LinearFactors, w: Tensor, bad: Tensor, exact: bool) -> Tensor:
         """Return sum_i w_i G_i of one use, from instantiated G_i where that is the cheaper way."""
         if not self._kept:
-            term.check_unchanged()
+            if term.a._version != term.version:
+                raise RuntimeError(CHANGED)
             alone = len(self.terms) == 1 and term.positions > 1
             if not (alone and self._choose() == "instantiated"):
                 return term.summed(w, bad, exact)

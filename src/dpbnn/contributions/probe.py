@@ -12,7 +12,8 @@ from dpbnn.contributions.attach import Attached, describe, refuse_changes
 from dpbnn.contributions.dense import UnsupportedModel
 from dpbnn.contributions.recorded import NetworkContributions, random_state
 from dpbnn.contributions.tape import Key, layouts, replaced_forwards
-from dpbnn.networks import GaussianLayer
+from dpbnn.networks.gaussian import GaussianLayer
+from dpbnn.networks.layers import rules_in
 from dpbnn.privacy.module_state import ModuleState
 
 Arguments = tuple[Tensor, ...]
@@ -212,7 +213,7 @@ def probe(attached: Attached, x: Arguments, y: Tensor) -> dict[Key, str]:
     Model, generators and buffers are left as they were.
     """
     model = attached.model
-    state = ModuleState(model=model, likelihood=attached.likelihood)
+    state = ModuleState(model=model, likelihood=attached.likelihood, rules=rules_in(model))
     with _undone(attached):
         run = _Probe(attached, x, y)
         run.reseed()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from dpbnn.contributions.dense import Contributions, Draws, Weights
-from dpbnn.contributions.rounding import INFLATION, full_precision, no_rows, without
+from dpbnn.contributions.rounding import INFLATION, full_precision, without
 from dpbnn.contributions.sites import Direct, Site, merge
 
 
@@ -41,22 +40,13 @@ class NetworkContributions(Contributions):
         self.dtype = self.summed_in = dtype
         self._squares: Tensor | None = None
         seen = {name for site in sites for name in site.shapes}
+        like = torch.empty(batch_size, dtype=dtype, device=device)
         unused = [
-            Direct(
-                [name],
-                [
-                    (
-                        torch.zeros(batch_size, *shapes[name], dtype=dtype, device=device),
-                        None,
-                        0.0,
-                    )
-                ],
-            )
+            Direct([name], [(like.new_zeros(batch_size, *shapes[name]), None, 0.0)])
             for name in data_free
             if name not in seen and batch_size
         ]
-        # Small sums first: after a large product they would find nothing in the caches.
-        self._sites = sorted(merge([*sites, *unused]), key=attrgetter("large"))
+        self._sites = merge([*sites, *unused])
         for site in self._sites:
             site.data_free = {n: d.detach() for n, d in data_free.items() if n in site.shapes}
 
@@ -73,9 +63,7 @@ class NetworkContributions(Contributions):
                     )
                 stacked = torch.stack([raw[name] for name in self.shapes]).mul_(INFLATION**2)
                 self._total = stacked.sum(0)
-                self._bad = no_rows(self.device)
-                if not float(self._total.sum()) < math.inf:
-                    self._bad = (~(self._total < math.inf)).nonzero().flatten()
+                self._bad = (~(self._total < math.inf)).nonzero().flatten()
                 self._squares = without(stacked, self._bad, 1)
                 without(self._total, self._bad)
         return self._squares, self._bad

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,22 +23,15 @@ def accurate(t: Tensor) -> Tensor:
     return t if t.dtype in (torch.float32, torch.float64) else t.float()
 
 
-@functools.lru_cache(maxsize=256)
-def _underflow(terms: int, device: torch.device) -> Tensor:
-    """Return what squares of that many numbers can lose by being too small for float32."""
-    with torch.inference_mode(False):
-        tiny = terms * torch.finfo(torch.float32).tiny
-        return torch.tensor([tiny], dtype=torch.float64, device=device)
-
-
 def row_squares(t: Tensor) -> Tensor:
     """Return the sum of squares over the last axis, in float64, never below by underflow.
 
     Sums of squares beyond float32 come out infinite and count as non-finite.
     """
     # Contiguous: over strided rows the sum is sequential, and may be 1e-3 too small.
-    rows = torch.linalg.vector_norm(accurate(t).contiguous(), dim=-1)
-    return torch.addcmul(_underflow(t.shape[-1], t.device), rows, rows)  # float64 as its first
+    rows: Tensor = torch.linalg.vector_norm(accurate(t).contiguous(), dim=-1)
+    tiny = t.shape[-1] * torch.finfo(torch.float32).tiny  # what squares too small for float32 lose
+    return rows.double().square_().add_(tiny)
 
 
 def squares(t: Tensor) -> Tensor:
@@ -50,13 +42,6 @@ def squares(t: Tensor) -> Tensor:
         return row_squares(rows)
     total = row_squares(torch.unflatten(rows[:, :whole], 1, (-1, _PIECE))).sum(1)
     return total + row_squares(rows[:, whole:])
-
-
-@functools.cache
-def no_rows(device: torch.device) -> Tensor:
-    """Return the indices of no example."""
-    with torch.inference_mode(False):
-        return torch.empty(0, dtype=torch.long, device=device)
 
 
 def without(t: Tensor, bad: Tensor, axis: int = 0) -> Tensor:
@@ -141,24 +126,16 @@ _SWITCHES: dict[str, list[Any]] = {
 }
 
 
-_AS_IT_IS = nullcontext()
-
-
-def full_precision(device: torch.device) -> AbstractContextManager[None]:
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
     """Accumulate in float32 or better: no TF32, no bf16 products, no autocast."""
     reduced = [
         (switch, switch.fp32_precision)
         for switch in _SWITCHES.get(device.type, [])
         if switch.fp32_precision not in ("none", "ieee")
     ]
-    if reduced or torch.is_autocast_enabled(device.type):
-        return _raised_precision(device, reduced)
-    return _AS_IT_IS
-
-
-@contextmanager
-def _raised_precision(device: torch.device, reduced: list[tuple[Any, str]]) -> Iterator[None]:
-    with torch.autocast(device.type, enabled=False):
+    on = torch.is_autocast_enabled(device.type)
+    with torch.autocast(device.type, enabled=False) if on else nullcontext():
         try:
             for switch, _ in reduced:
                 switch.fp32_precision = "ieee"

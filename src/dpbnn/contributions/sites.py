@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.rounding import squares, sum_error, summed_rows, without
+from dpbnn.contributions.rounding import BLOCK, squares, sum_error, summed_rows, without
 
 CHUNK = 1 << 21
 """Numbers held at once when per-example gradients are instantiated."""
@@ -17,52 +17,33 @@ KEPT = 1 << 22
 """Numbers up to which instantiated gradients are kept for the sum, where what they are made of is
 smaller."""
 CHANGED = "inputs or parameters were changed in place before their contributions were summed."
-_ALL = slice(None)
 
 
 class Site(ABC):
-    """A part of every example's contribution.
+    """A part of every example's contribution; a few examples at a time can be instantiated.
 
     Attributes:
         shapes: released names and their shapes.
         batch: number of examples.
         data_free: data-independent gradients D added to every example's contribution.
-        large: whether its sum is a large product.
     """
 
-    large = True
     shapes: dict[str, torch.Size]
     batch: int
     data_free: dict[str, Tensor]
 
     @abstractmethod
-    def squared_norms(self) -> dict[str, Tensor]:
-        """Return |c_i|^2 per name, an upper bound up to a relative 1e-4 (float64, [batch])."""
-
-    @abstractmethod
-    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
-        """Return sum_i w_i c_i without the data-free part and without the bad examples.
-
-        In float64 if `exact`, and wherever terms may be larger than contributions.
-        """
-
-    @abstractmethod
     def instantiate(self, rows: slice) -> dict[str, Tensor]:
         """Return the contributions of some examples without the data-free part."""
-
-    def weighted_sum(
-        self, w: Mapping[str, Tensor], bad: Tensor, exact: bool = False
-    ) -> dict[str, Tensor]:
-        """Return sum_i w_i c_i; `bad` are the examples that are not finite, their w is zero."""
-        sums = self.raw_sum(w, bad, exact or bool(self.data_free))
-        for name, constant in self.data_free.items():
-            total = w[name].sum(dtype=torch.float64)
-            sums[name] = torch.addcmul(sums[name].double(), constant.double(), total)
-        return sums
 
     def slack(self) -> Tensor | float:
         """Return a bound on the rounding error of an instantiated contribution, per example."""
         return 0.0
+
+    @property
+    def single(self) -> bool:
+        """Whether sums are of contributions, not of terms that may be larger than these."""
+        return not self.data_free
 
     def joined(self, others: Sequence[Site]) -> Site:
         """Return one site for this and others that release some of the same names."""
@@ -75,21 +56,74 @@ class Site(ABC):
         for start in range(0, self.batch, step):
             yield slice(start, min(start + step, self.batch))
 
-    def full(self, rows: slice) -> Tensor:
-        """Return some examples' whole contributions, flattened and with the data-free part."""
-        parts = self.instantiate(rows)
+    def squared_norms(self) -> dict[str, Tensor]:
+        """Return |c_i|^2 per name, an upper bound up to a relative 1e-4 (float64, [batch])."""
+        parts: dict[str, list[Tensor]] = {name: [] for name in self.shapes}
+        for rows in self.slices():
+            for name, values in self._whole(rows).items():
+                parts[name].append(squares(values.flatten(1)))
+        return with_slack({name: torch.cat(part) for name, part in parts.items()}, self.slack())
+
+    def weighted_sum(
+        self, w: Mapping[str, Tensor], bad: Tensor, exact: bool = False
+    ) -> dict[str, Tensor]:
+        """Return sum_i w_i c_i; `bad` are the examples that are not finite, their w is zero."""
+        if exact and not self.single:
+            return self._row_sum(self._whole, w, bad, exact)
+        sums = self.raw_sum(w, bad, exact or bool(self.data_free))
         for name, constant in self.data_free.items():
-            parts[name] = parts[name] + constant.to(parts[name])
-        return torch.cat([part.flatten(1) for part in parts.values()], 1)
+            total = w[name].sum(dtype=torch.float64)
+            sums[name] = torch.addcmul(sums[name].double(), constant.double(), total)
+        return sums
+
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
+        """Return sum_i w_i c_i without the data-free part and without the bad examples.
+
+        In float64 if `exact`, and wherever terms may be larger than contributions.
+        """
+        return self._row_sum(self.instantiate, w, bad, exact)
 
     def inner(self, other: Site, bad: Tensor, other_bad: Tensor) -> Tensor:
         """Return <c_i, d_j> between this site's and the same site's other examples (float64)."""
+
+        def flat(site: Site, rows: slice) -> Tensor:
+            return torch.cat([part.flatten(1) for part in site._whole(rows).values()], 1).double()
+
         result = torch.zeros(self.batch, other.batch, dtype=torch.float64, device=bad.device)
         for rows in self.slices():
-            left = self.full(rows).double()
+            left = flat(self, rows)
             for columns in other.slices():
-                result[rows, columns] = left @ other.full(columns).double().T
+                result[rows, columns] = left @ flat(other, columns).T
         return without(without(result, bad), other_bad, 1)
+
+    def _whole(self, rows: slice) -> dict[str, Tensor]:
+        """Return the contributions of some examples with the data-free part."""
+        parts = self.instantiate(rows)
+        for name, constant in self.data_free.items():
+            parts[name] = parts[name] + constant.to(parts[name])
+        return parts
+
+    def _row_sum(
+        self,
+        parts: Callable[[slice], dict[str, Tensor]],
+        w: Mapping[str, Tensor],
+        bad: Tensor,
+        exact: bool,
+    ) -> dict[str, Tensor]:
+        """Return the sum of instantiated contributions, over runs of examples in float64."""
+        finite = torch.ones(self.batch, dtype=torch.bool, device=bad.device).index_fill(0, bad, 0)
+        sums: dict[str, Tensor] = {}
+        for rows in self.slices():
+            for name, part in parts(rows).items():
+                flat = part.flatten(1).where(finite[rows, None], 0.0)
+                weights = w[name][rows, None]
+                if not exact or flat.dtype is torch.float64:
+                    weights = weights.to(flat)
+                value = summed_rows(weights, flat, exact)[0]
+                if self.batch > BLOCK[torch.float32]:
+                    value = value.double()
+                sums[name] = sums[name] + value if name in sums else value
+        return {name: value.view(self.shapes[name]) for name, value in sums.items()}
 
 
 def with_slack(squared: dict[str, Tensor], slack: Tensor | float) -> dict[str, Tensor]:
@@ -99,52 +133,12 @@ def with_slack(squared: dict[str, Tensor], slack: Tensor | float) -> dict[str, T
     return {name: (value.sqrt() + slack).square() for name, value in squared.items()}
 
 
-class Instantiated(Site):
-    """A site whose norms come from its instantiated contributions, a few examples at a time."""
-
-    @property
-    def single(self) -> bool:
-        """Whether sums are of contributions, not of terms that may be larger than these."""
-        return not self.data_free
-
-    def weighted_sum(
-        self, w: Mapping[str, Tensor], bad: Tensor, exact: bool = False
-    ) -> dict[str, Tensor]:
-        """Return sum_i w_i c_i; `bad` are the examples that are not finite, their w is zero."""
-        if not exact or self.single:
-            return super().weighted_sum(w, bad, exact)
-        finite = torch.ones(self.batch, dtype=torch.bool, device=bad.device).index_fill(0, bad, 0)
-        sums: dict[str, Tensor] = {}
-        for rows in self.slices():
-            for name, part in self.instantiate(rows).items():
-                if name in self.data_free:
-                    part = part + self.data_free[name].to(part)
-                flat = part.flatten(1).where(finite[rows, None], 0.0)
-                value = summed_rows(w[name][rows, None], flat, exact=True)[0]
-                sums[name] = sums[name] + value if name in sums else value
-        return {name: value.view(self.shapes[name]) for name, value in sums.items()}
-
-    def squared_norms(self) -> dict[str, Tensor]:
-        """Return |c_i|^2 per name, an upper bound up to a relative 1e-4 (float64, [batch])."""
-        parts: dict[str, list[Tensor]] = {name: [] for name in self.shapes}
-        for rows in self.slices():
-            for name, values in self.instantiate(rows).items():
-                if name in self.data_free:
-                    values = values + self.data_free[name].to(values)
-                parts[name].append(squares(values.flatten(1)))
-        whole = {name: torch.cat(part) for name, part in parts.items()}
-        return with_slack(whole, self.slack())
-
-
-class Direct(Instantiated):
+class Direct(Site):
     """Small tensors whose per-example gradients G are at hand: biases, norm layers.
 
     Terms are (G, k, slack): several uses or draws add up, sum_r k_r * G_r with k = 1 for the
-    first name; slack bounds the rounding error of G. `squared` are the |G|^2 of a lone name
-    where they are known.
+    first name; slack bounds the rounding error of G.
     """
-
-    large = False
 
     @property
     def single(self) -> bool:
@@ -155,18 +149,10 @@ class Direct(Instantiated):
         self,
         names: Sequence[str | None],
         terms: Sequence[tuple[Tensor, Tensor | None, Tensor | float]],
-        squared: Tensor | None = None,
     ) -> None:
-        self.squared = squared
         self.names, self.terms, self.data_free = list(names), list(terms), {}
         self.batch = terms[0][0].shape[0]
         self.shapes = {name: terms[0][0].shape[1:] for name in names if name}
-
-    def squared_norms(self) -> dict[str, Tensor]:
-        """Return |c_i|^2 per name, an upper bound up to a relative 1e-4 (float64, [batch])."""
-        if self.squared is None or len(self.shapes) > 1 or self.data_free:
-            return super().squared_norms()
-        return dict.fromkeys(self.shapes, self.squared)
 
     def instantiate(self, rows: slice) -> dict[str, Tensor]:
         """Return the contributions of some examples without the data-free part."""
@@ -174,7 +160,7 @@ class Direct(Instantiated):
         for index, name in enumerate(self.names):
             for gradient, scale, _ in self.terms:
                 if name:
-                    part = gradient if rows == _ALL else gradient[rows]
+                    part = gradient[rows]
                     part = part * scale if index and scale is not None else part
                     parts[name] = parts[name] + part if name in parts else part
         return parts
@@ -190,7 +176,7 @@ class Direct(Instantiated):
 
     def slices(self, size: int = 0) -> Iterator[slice]:
         """Yield all examples at once: they are instantiated already."""
-        yield _ALL
+        yield slice(None)
 
     def joined(self, others: Sequence[Site]) -> Site:
         """Return one site for this and others that release some of the same names."""
@@ -201,21 +187,38 @@ class Direct(Instantiated):
 
     def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
-        sums: dict[str, Tensor] = {}
         exact = exact or len(self.terms) > 1
-        for gradient, scale, _ in self.terms:
+
+        def summed(gradient: Tensor) -> Callable[[Tensor], Tensor]:
             flat = without(gradient, bad).flatten(1)
-            done: dict[int, Tensor] = {}
-            for index, name in enumerate(self.names):
-                if name is None:
-                    continue
+            shape = gradient.shape[1:]
+            return lambda w: summed_rows(w.to(flat).unsqueeze(1), flat, exact).view(shape)
+
+        return scaled_sums(self.names, [(scale, summed(g)) for g, scale, _ in self.terms], w)
+
+
+def scaled_sums(
+    names: Sequence[str | None],
+    terms: Sequence[tuple[Tensor | None, Callable[[Tensor], Tensor]]],
+    w: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """Return sum_r S_r(w) for the first name, and sum_r k_r * S_r(w) for that of rho.
+
+    Args:
+        names: of the weight or mu, then of rho; None where frozen.
+        terms: k_r, and S_r as a function of the weights. It is called once for the same weights.
+        w: weights of the examples, by name.
+    """
+    sums: dict[str, Tensor] = {}
+    for scale, summed in terms:
+        done: dict[int, Tensor] = {}
+        for index, name in enumerate(names):
+            if name is not None:
                 key = id(w[name])
-                if key not in done:
-                    weights = w[name].to(flat).unsqueeze(1)  # mm has more threads than mv
-                    done[key] = summed_rows(weights, flat, exact).view(self.shapes[name])
+                done[key] = done[key] if key in done else summed(w[name])
                 value = done[key] * scale if index and scale is not None else done[key]
                 sums[name] = sums[name] + value if name in sums else value
-        return sums
+    return sums
 
 
 def summed_positions(h: Tensor, axis: int, squared: Tensor) -> tuple[Tensor, Tensor | float]:
@@ -230,7 +233,7 @@ def summed_positions(h: Tensor, axis: int, squared: Tensor) -> tuple[Tensor, Ten
     return h.sum(axis), gamma * squared.sqrt()
 
 
-class Rows(Instantiated):
+class Rows(Site):
     """An embedding: every position t adds g_t to the row of its index.
 
     Terms are (indices [batch, T], g [batch, T, width]) with g zero at the padding index.
@@ -280,7 +283,7 @@ class Rows(Instantiated):
         return {self.name: full.scatter_add_(1, indices.unsqueeze(-1).expand_as(g), g)}
 
 
-class Merged(Instantiated):
+class Merged(Site):
     """Sites of different kinds that release the same names, such as tied weights."""
 
     single = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,12 +35,6 @@ class _Anchor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         return g, None
-
-
-@functools.cache
-def _anchor(device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.zeros((), requires_grad=True, device=device)
 
 
 class Discovery:
@@ -136,7 +129,8 @@ class Tape:
         if not z.requires_grad:
             if z._is_view() or layout == "shared":
                 z = z.clone()
-            z = _Anchor.apply(z, _anchor(z.device))  # type: ignore[no-untyped-call]
+            anchor = torch.zeros((), requires_grad=True, device=z.device)
+            z = _Anchor.apply(z, anchor)  # type: ignore[no-untyped-call]
         edge = get_gradient_edge(z)
         self._taps.append((edge, a.detach(), a._version, layout, path, build, alone))
         return z

@@ -14,6 +14,8 @@ from dpbnn.contributions.dense import UnsupportedModel
 from dpbnn.likelihoods import Likelihood
 from dpbnn.methods.method import AnyProcess
 from dpbnn.methods.state import State
+from dpbnn.networks import to_plain
+from dpbnn.networks.layers import registered, rules_in
 from dpbnn.posteriors import Posterior
 from dpbnn.privacy.checks import first_line
 from dpbnn.privacy.module_state import Found, ModuleState, change, described, origin
@@ -81,8 +83,12 @@ class Watch:
         except Exception as error:
             names = f"{type(network).__name__} or {type(likelihood).__name__}"
             raise _uncopied(names, error) from None
-        self._state = ModuleState(model=network, likelihood=likelihood)
+        self._state = ModuleState(model=network, likelihood=likelihood, rules=rules_in(network))
         self._before = self._state.before
+        # Plain layers of a user's own, which posteriors have in place of Gaussian ones.
+        kinds = {registered(module).plain for module in network.modules()} - {None}
+        foreign = any(not origin(kind).startswith("torch.") for kind in kinds)
+        self._plain = described(model=to_plain(network)) if foreign else {}
         self._released = self._state.paths(p for p in network.parameters() if p.requires_grad)
 
     def check(self) -> None:
@@ -94,7 +100,9 @@ class Watch:
         likelihood = getattr(getattr(process, "attached", None), "likelihood", None)
         self._tensors = list(state.parameters.values())
         self._released |= self._state.paths(self._tensors)
-        self._state = ModuleState(model=process.model, likelihood=likelihood)
+        self._state = ModuleState(
+            model=process.model, likelihood=likelihood, rules=rules_in(process.model)
+        )
         self._begun = False
 
     def contributed(self) -> None:
@@ -130,6 +138,10 @@ class Watch:
             return not here.digest  # a learned noise
         if before is not None and before.token == owner.token:
             return path in self._before and self._before[path].token == here.token
+        plain = self._plain.get(name)
+        if plain is not None and plain.token == owner.token:
+            mean = here.kind == "parameter" and f"{path}_mu" in self._released
+            return mean or (path in self._plain and self._plain[path].token == here.token)
         # A layer in place of another, such as a Linear layer at the means of a Gaussian one.
         ours = owner.token[0].startswith(("torch.nn.modules.", "dpbnn."))
         return ours and (here.kind == "parameter" or not here.digest)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -10,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpbnn.networks import GaussianConv2d, GaussianLayer, GaussianLinear
+from dpbnn.networks import GaussianLayer, to_plain
 from dpbnn.posteriors.evaluate import Draws, Inputs
 from dpbnn.posteriors.gaussian import check_like, gaussian_draws
 from dpbnn.posteriors.posterior import Posterior
@@ -62,48 +61,17 @@ class MeanFieldPosterior(Posterior):
         }
         if not std:
             raise ValueError("the model has no Gaussian layers; make it with to_gaussian(model).")
-        return cls(_plain_model(model), likelihood, std, **record)
+        plain = to_plain(model)
+        for layer in plain.modules():
+            if isinstance(layer, GaussianLayer):
+                raise TypeError(
+                    f"{type(layer).__name__} has no plain version here; pass "
+                    f"MeanFieldPosterior(model, likelihood, std) with a network of plain layers."
+                )
+        return cls(plain, likelihood, std, **record)
 
     def _draws(
         self, samples: int, generator: torch.Generator, inputs: Inputs
     ) -> tuple[nn.Module, Draws]:
         mean = {name: self.model.get_parameter(name) for name in self.std}
         return self.model, gaussian_draws(samples, mean, self.std, generator)
-
-
-def _plain_model(model: nn.Module) -> nn.Module:
-    """Return a copy of the network with plain layers at the means."""
-    model = copy.deepcopy(model)
-    replaced: dict[int, nn.Module] = {}
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
-            if isinstance(child, GaussianLayer):
-                setattr(parent, name, replaced.setdefault(id(child), _plain(child)))
-    return _plain(model) if isinstance(model, GaussianLayer) else model
-
-
-def _plain(layer: GaussianLayer) -> nn.Module:
-    rows, columns = layer.weight_mu.shape[:2]
-    bias = layer.bias_mu is not None
-    if type(layer) is GaussianLinear:
-        plain: nn.Module = nn.Linear(columns, rows, bias, device="meta")
-    elif type(layer) is GaussianConv2d:
-        plain = nn.Conv2d(
-            columns * layer.groups,
-            rows,
-            layer.kernel_size,
-            layer.stride,
-            layer.padding,
-            layer.dilation,
-            layer.groups,
-            bias,
-            device="meta",
-        )
-    else:
-        raise TypeError(
-            f"{type(layer).__name__} has no plain version here; pass "
-            f"MeanFieldPosterior(model, likelihood, std) with a network of plain layers."
-        )
-    for name in layer.drawn_names():
-        setattr(plain, name, nn.Parameter(getattr(layer, f"{name}_mu").detach()))
-    return plain

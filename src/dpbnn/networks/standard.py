@@ -1,0 +1,189 @@
+"""The layers of torch and of this library, one declaration per family of layers.
+
+A rule states the gradient of a layer's parameters as a sum over positions t, of the input a_t and
+the gradient g_t at the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpbnn.networks.gaussian import GaussianConv2d, GaussianLinear
+from dpbnn.networks.layers import Forward, attributes, register
+from dpbnn.networks.pooling import pooling
+
+__all__ = ["LearnedNoise", "SharedDropout"]
+
+
+def _linear(layer: Any, record: Any) -> Forward:
+    """G = sum_t g_t a_t^T, bias sum_t g_t."""
+
+    def forward(input: Tensor) -> Tensor:
+        return record.linear(input, F.linear(input, layer.weight, layer.bias))
+
+    return forward
+
+
+register(nn.Linear, _linear, gaussian=GaussianLinear)
+register(nn.modules.linear.NonDynamicallyQuantizableLinear, _linear, saved=None)
+
+
+def _convolution(layer: Any, record: Any) -> Forward:
+    """G = sum_t g_t a_t^T over output positions t with patches a_t."""
+    function = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(layer.stride)]
+
+    def forward(input: Tensor) -> Tensor:
+        x, padding = _padded(layer, input)
+        window = (layer.stride, padding, layer.dilation, layer.groups)
+        z = function(x, layer.weight, layer.bias, *window)
+        return record.convolution(x, z, layer.weight.shape, *window)
+
+    return forward
+
+
+def _padded(layer: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the input and the zero padding left to do; other padding is done here."""
+    if layer.padding == "valid":
+        return x, (0,) * len(layer.stride)
+    if layer.padding == "same":
+        totals = [d * (size - 1) for size, d in zip(layer.kernel_size, layer.dilation, strict=True)]
+        pairs = [(total // 2, total - total // 2) for total in totals]
+    elif layer.padding_mode == "zeros":
+        return x, layer.padding
+    else:
+        pairs = [(pad, pad) for pad in layer.padding]
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    sides = [side for pair in reversed(pairs) for side in pair]
+    return F.pad(x, sides, mode=mode), (0,) * len(layer.stride)
+
+
+register(nn.Conv1d, _convolution)
+register(nn.Conv2d, _convolution, gaussian=GaussianConv2d)
+register(nn.Conv3d, _convolution)
+
+
+def _embedding(layer: Any, record: Any) -> Forward:
+    """Every position adds g_t to the row of its index."""
+    if layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse:
+        record.refuse(
+            "uses max_norm, scale_grad_by_freq or sparse, whose gradients are not taken per "
+            "example; use an Embedding without them."
+        )
+
+    def forward(input: Tensor) -> Tensor:
+        z = F.embedding(input, layer.weight, layer.padding_idx)
+        return record.lookup(input, z, layer.padding_idx)
+
+    return forward
+
+
+register(
+    nn.Embedding,
+    _embedding,
+    saved=attributes("num_embeddings", "embedding_dim", "padding_idx", "max_norm", "norm_type"),
+)
+
+
+def _trailing_norm(normal: Callable[..., Tensor], layer: Any, record: Any) -> Forward:
+    """LayerNorm and RMSNorm: weight sum_t g_t * xhat_t, bias sum_t g_t."""
+
+    def forward(input: Tensor) -> Tensor:
+        eps = torch.finfo(input.dtype).eps if layer.eps is None else layer.eps
+
+        def by_weight(x: Tensor, g: Tensor) -> Tensor:
+            return normal(x, layer.normalized_shape, eps=eps).mul_(g)
+
+        z = type(layer).forward(layer, input)
+        return record.direct(input, z, {"bias": lambda x, g: g, "weight": by_weight})
+
+    return forward
+
+
+register(nn.LayerNorm, partial(_trailing_norm, F.layer_norm))
+register(nn.RMSNorm, partial(_trailing_norm, F.rms_norm))
+
+
+def _channel_norm(layer: Any, record: Any) -> Forward:
+    """GroupNorm and InstanceNorm: weight sum_t g_t * xhat_t, bias sum_t g_t, per channel."""
+
+    def by_weight(x: Tensor, g: Tensor) -> Tensor:
+        groups = getattr(layer, "num_groups", x.shape[1])
+        return F.group_norm(x, groups, eps=layer.eps).mul_(g)
+
+    def forward(input: Tensor) -> Tensor:
+        z = type(layer).forward(layer, input)
+        gradients = {"bias": lambda x, g: g, "weight": by_weight}
+        return record.direct(input, z, gradients, channels=True)
+
+    return forward
+
+
+register(nn.GroupNorm, _channel_norm)
+register(nn.InstanceNorm1d, _channel_norm, saved=None)
+register(nn.InstanceNorm2d, _channel_norm, saved=None)
+register(nn.InstanceNorm3d, _channel_norm, saved=None)
+
+
+class LearnedNoise(nn.Module):
+    """Appends a learned log-variance to a network's outputs, the same for all inputs.
+
+    Args:
+        outputs: number of outputs.
+        log_variance: initial value.
+    """
+
+    def __init__(self, outputs: int, log_variance: float = 0.0) -> None:
+        super().__init__()
+        self.log_variance = nn.Parameter(torch.full((outputs,), float(log_variance)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (x, log-variance), side by side."""
+        return torch.cat([x, self.log_variance.expand(*x.shape[:-1], -1)], -1)
+
+
+def _learned_noise(layer: Any, record: Any) -> Forward:
+    """sum_t g_t over the outputs that hold the log-variance."""
+    width = len(layer.log_variance)
+
+    def forward(x: Tensor) -> Tensor:
+        z = LearnedNoise.forward(layer, x)
+        return record.direct(x, z, {"log_variance": lambda x, g: g[..., -width:]})
+
+    return forward
+
+
+register(LearnedNoise, _learned_noise, saved=lambda m: {"outputs": len(m.log_variance)})
+
+
+class SharedDropout(nn.Dropout):
+    """Dropout with one mask for the whole batch, as Algorithm 4 of the DP-BNN paper prints it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x with the same units dropped in every example."""
+        if not self.training or self.p == 0:
+            return x
+        return x * F.dropout(torch.ones_like(x[:1]), self.p)
+
+
+register(SharedDropout, saved=attributes("p", "inplace"))
+register(nn.MaxPool2d, pooling)
+register(nn.PReLU, saved=attributes("num_parameters"))
+register(nn.Hardtanh, saved=attributes("min_val", "max_val", "inplace"))
+for _kind in (
+    nn.Bilinear, nn.Identity, nn.Flatten, nn.Unflatten,
+    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    nn.MaxPool1d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
+    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
+    nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Upsample,
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU,
+    nn.Mish, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.Hardswish,
+    nn.Hardsigmoid, nn.LogSigmoid, nn.Tanhshrink, nn.Softmax, nn.LogSoftmax,
+):  # fmt: skip
+    register(_kind)
