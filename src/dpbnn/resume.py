@@ -44,7 +44,7 @@ FAILED = (
 )
 
 _BLOCK = 50  # releases that are written to the ledger at once
-_HELD = 1 << 28  # bytes that a process may hold back from the disk between two checkpoints
+_HELD = 1 << 28  # bytes of iterates that wait for the disk between two checkpoints
 _BESIDE = "planned beside the training"
 
 
@@ -92,6 +92,8 @@ class Run(ABC):
         self.folder = None if self.out is None else RunFolder(self.out)
         if self.folder is None and self.resume:
             raise ValueError("resume=True: needs out=, the folder of the run to go on with")
+        if self.folder is not None:
+            flat(self.state)  # raises where it cannot be saved
         with contextlib.nullcontext() if self.out is None else folder_lock(self.out):
             before = self._earlier()
             ledger = self._opened_ledger(before)
@@ -122,7 +124,16 @@ class Run(ABC):
                 self._forget_keys()  # so that going on twice from here cannot repeat noise
                 yield
             finally:
-                self.process.close()
+                self._close_writer()
+
+    def _close_writer(self) -> None:
+        """Forget iterates since the last checkpoint: the key of their noise may be on disk.
+
+        After a run that ended well there are none. An error of one that failed is not hidden.
+        """
+        if self.process.writer is not None:
+            with contextlib.suppress(OSError):
+                self.process.writer.close(drop=True)
 
     def _earlier(self) -> Checkpoint | None:
         """Return the checkpoint to go on with, if that is asked for."""
@@ -280,7 +291,8 @@ class Run(ABC):
         self._forget_keys()
 
     def _due(self) -> bool:
-        return self.step % self.every == 0 or self.process.held_bytes > _HELD
+        writer = self.process.writer
+        return self.step % self.every == 0 or (writer is not None and writer.held_bytes > _HELD)
 
     def _check_process(self) -> None:
         if os.getpid() != self.process_id:
@@ -304,7 +316,8 @@ class Run(ABC):
             self.folder.save(self._checkpoint, self.keys if self.debug_seed is None else None)
 
     def _checkpoint(self) -> Checkpoint:
-        self.process.flush()
+        if self.process.writer is not None:
+            self.process.writer.flush()  # with the checkpoint, which replaces the key of its noise
         tensors = {name: value.cpu() for name, value in flat(self.state, "state").items()}
         tensors["random.cpu"] = torch.get_rng_state()
         if self.x.is_cuda:
@@ -324,6 +337,8 @@ class Run(ABC):
         saved = {n[len(start) :]: v for n, v in tensors.items() if n.startswith(start)}
         try:
             self.state = self.process.resumed(self.state, saved)
+            if flat(self.state).keys() != saved.keys():
+                raise KeyError
         except (RuntimeError, KeyError, IndexError):
             raise ValueError(
                 f"{self.out}: the checkpoint does not fit this network and method; give the same "

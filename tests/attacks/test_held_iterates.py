@@ -52,7 +52,7 @@ def test_item_44_iterates_go_to_disk_with_the_next_checkpoint_alone(tmp_path, me
             since.append(weights(run))
         content = file.read_bytes()
         assert not any(iterate in content for iterate in since)
-        assert (run.process.held_bytes > 0) == bool(since)
+        assert (run.process.writer.held_bytes > 0) == bool(since)
         most = max(most, len(since))
 
     posterior = train(tmp_path, method, after)
@@ -82,7 +82,7 @@ def test_item_44_a_run_that_fails_leaves_no_iterate_beside_its_key(tmp_path, met
 
 def test_without_a_folder_nothing_is_held():
     found = set()
-    train(None, METHODS[0], lambda run, file: found.add(run.process.held_bytes))
+    train(None, METHODS[0], lambda run, file: found.add(run.process.writer.held_bytes))
     assert found == {0}
 
 

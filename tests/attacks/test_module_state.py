@@ -773,7 +773,7 @@ def test_item_34_what_a_network_draws_moves_no_later_draw():
     gradient = BBPProcess.gradient
 
     def recorded(self, state, release):
-        drawn.append({name: e.clone() for name, e in public(state.draws)[0].items()})
+        drawn.append({name: e.clone() for name, e in public(state.drawn)[0].items()})
         return gradient(self, state, release)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -56,6 +56,19 @@ def test_a_private_plan_is_refused(name):
     assert ledger.releases == 0
 
 
+def test_a_method_that_visits_records_gets_no_private_plan_even_if_it_asks_for_one():
+    class Sneaky(dpbnn.EP):
+        def settled(self, plan):
+            return plan, 1.0
+
+    plan = dpbnn.plan(noise_multiplier=5.0, delta=1e-3, n=N, sampling="full-batch", steps=2)
+    ledger = dpbnn.Ledger()
+    options = {"method": Sneaky(), "plan": plan, "ledger": ledger}
+    with pytest.raises(ValueError, match=r"Sneaky is not private.*open_plan"):
+        dpbnn.fit(dpbnn.mlp(2, (5,), 1), regression(), "gaussian", **options)
+    assert ledger.releases == 0
+
+
 @pytest.mark.parametrize("name", list(METHODS))
 def test_the_order_follows_the_seed_and_a_state_goes_on(name):
     from dpbnn.methods.method import Problem

@@ -412,19 +412,31 @@ class TestRuns:
         assert resumed.privacy.epsilon == pytest.approx(whole.privacy.epsilon)
 
     @pytest.mark.parametrize("lost", ["velocity", "average.values", "noise"])
-    def test_a_checkpoint_that_loses_a_part_is_seen(self, tmp_path, monkeypatch, lost):
+    def test_a_checkpoint_with_another_part_is_seen(self, tmp_path, monkeypatch, lost):
         resumed = SEPProcess.resumed
 
         def without(self, state, tensors):
-            kept = {n: v for n, v in tensors.items() if not n.startswith(lost)}
-            assert len(kept) < len(tensors)
-            kept = {**kept, "noise": torch.tensor(2.0)} if lost == "noise" else kept
-            return resumed(self, state, kept)
+            other = {n: v / 2 for n, v in tensors.items() if n.startswith(lost)}
+            assert other
+            return resumed(self, state, {**tensors, **other})
 
         monkeypatch.setattr(SEPProcess, "resumed", without)
         whole, resumed = _whole_and_resumed(tmp_path, monkeypatch, "full-batch", 7)
         pairs = zip(public(whole).values(), public(resumed).values(), strict=True)
         assert not all(torch.equal(a, b) for a, b in pairs)
+
+    @pytest.mark.parametrize("lost", ["velocity", "average.values", "noise"])
+    def test_a_checkpoint_that_loses_a_part_is_refused(self, tmp_path, monkeypatch, lost):
+        resumed = SEPProcess.resumed
+
+        def without(self, state, tensors):
+            kept = {n: v for n, v in tensors.items() if not n.startswith(lost)}
+            assert len(kept) < len(tensors)
+            return resumed(self, state, kept)
+
+        monkeypatch.setattr(SEPProcess, "resumed", without)
+        with pytest.raises(ValueError, match="does not fit this network and method"):
+            _whole_and_resumed(tmp_path, monkeypatch, "full-batch", 7)
 
     def test_microbatches_change_nothing(self):
         x, y = data()

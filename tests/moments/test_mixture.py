@@ -12,10 +12,30 @@ from dpbnn.methods.method import Problem
 from dpbnn.methods.state import flat
 from dpbnn.mixtures import synthetic_mixture
 from dpbnn.moments import MixtureMoments, Moments
-from dpbnn.moments.tilted_mixture import tilted_moments
+from dpbnn.moments.tilted_mixture import _tilt
 from dpbnn.reproduce.dp_sep import label_posterior, mixture_error
 
 TAU = math.sqrt(10)
+
+
+def tilted_moments(x, mean, covariance, log_weights, noise_std):
+    """Return log Z and the moments of sum_j w_j N(x; t_j, s^2 I) prod_j N(t_j; m_j, V_j).
+
+    mean_k = m_k + r_k d,    d = V_k (V_k + s^2 I)^-1 (x - m_k)
+    covariance_k = V_k + r_k (1 - r_k) d d^T - r_k V_k (V_k + s^2 I)^-1 V_k
+    """
+    variance = noise_std**2
+    spread, axes = torch.linalg.eigh(covariance)
+    logs, u = _tilt(x, mean, spread, axes, log_weights, variance)
+    r = logs.softmax(-1).unsqueeze(-1)
+    root = axes * spread.sqrt().unsqueeze(-2)
+    away = torch.einsum("jde,bje->bjd", root, u)
+    new_mean = mean + r * away
+    kept = spread - r * spread.square() / (spread + variance)
+    new_covariance = (axes * kept.unsqueeze(-2)) @ axes.transpose(-1, -2)
+    both = (r * (1 - r)).unsqueeze(-1)
+    new_covariance = new_covariance + both * away.unsqueeze(-1) * away.unsqueeze(-2)
+    return logs.logsumexp(-1), new_mean, new_covariance
 
 
 def generator(seed=0):

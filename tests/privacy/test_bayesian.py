@@ -392,11 +392,12 @@ class TestObserver:
 
         update, seen = SGDProcess.update, []
 
-        def interrupted(self, release):
-            update(self, release)
+        def interrupted(self, state, release):
+            state = update(self, state, release)
             seen.append(1)
             if len(seen) == 10:
                 raise KeyboardInterrupt
+            return state
 
         with monkeypatch.context() as patch:
             patch.setattr(SGDProcess, "update", interrupted)

@@ -98,7 +98,8 @@ class PrivateBayes(BaseEstimator):
         if method is None:
             noise = getattr(target.likelihood, "noise_std", None)
             method = recipe.settings(plan, noise, self._regression, self.learning_rate, self.clip)
-        method.settled(plan)
+        if statistics is not None:
+            method.settled(plan)  # refuses settings before the statistics are paid for
         scaling = self._scaling(X, statistics, plan, ledger)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         posterior = training.fit(

@@ -31,7 +31,7 @@ class ADF(Sequential):
         return ADFProcess(self, problem)
 
 
-class ADFProcess(SequentialProcess[SequentialState]):
+class ADFProcess(SequentialProcess):
     """Equations of `ADF`."""
 
     def record(self, state: SequentialState, noise: Gamma, index: int, x: Array, y: float) -> Gamma:

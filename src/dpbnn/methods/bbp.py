@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from dpbnn.contributions.attach import public
 from dpbnn.contributions.dense import Contributions, Draws
-from dpbnn.contributions.tape import Draw
 from dpbnn.methods.method import Descent, DescentProcess, DescentState, Problem
-from dpbnn.methods.state import UNSAVED
 from dpbnn.networks import GaussianLayer, IntegratedLinear, to_gaussian
 from dpbnn.posteriors import MeanFieldPosterior, Posterior
 from dpbnn.priors import Prior
@@ -138,18 +136,7 @@ def kl_gradient(model: nn.Module, prior: Prior, draws: Draws | None = None) -> d
     return result
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BBPState(DescentState):
-    """State of `BBP`.
-
-    Attributes:
-        draws: the weights' standard normal draws of the step under way.
-    """
-
-    draws: list[Draw] | None = dataclasses.field(default=None, metadata=UNSAVED)
-
-
-class BBPProcess(DescentProcess[BBPState]):
+class BBPProcess(DescentProcess):
     """Equations of `BBP`."""
 
     settings: BBP
@@ -172,24 +159,20 @@ class BBPProcess(DescentProcess[BBPState]):
         )
         super().__init__(settings, problem, attached)
 
-    def begin(self) -> BBPState:
-        """Return the state before the first step."""
-        return BBPState(**vars(super().begin()))
+    def draw(self, state: DescentState) -> DescentState:
+        """Return the state with fresh draws of the weights."""
+        return dataclasses.replace(state, drawn=self.attached.draw())
 
-    def draw(self, state: BBPState) -> BBPState:
-        """Return the state with fresh weight draws."""
-        return dataclasses.replace(state, draws=self.attached.draw())
-
-    def contribute(self, state: BBPState, x: Any, y: Tensor) -> Contributions:
+    def contribute(self, state: DescentState, x: Any, y: Tensor) -> Contributions:
         """Return what the examples of a batch contribute at the draws."""
-        return self.attached(x, y, draws=state.draws)
+        return self.attached(x, y, draws=state.drawn)
 
-    def gradient(self, state: BBPState, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gradient(self, state: DescentState, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the gradient of the negative evidence lower bound, over n."""
         n, b = self.problem.n, self.problem.batch_size
         if self.inside:
             return {name: release[name] / b for name in state.parameters}
-        draws = public(state.draws or [])
+        draws = public(state.drawn)
         kl = kl_gradient(self.model, self.problem.prior, None if self.exact else draws)
         result: dict[str, Tensor] = {}
         for name, parameter in state.parameters.items():
@@ -203,6 +186,6 @@ class BBPProcess(DescentProcess[BBPState]):
             result[name] = data / b + kl[name] / n
         return result
 
-    def posterior(self, state: BBPState, **record: Any) -> Posterior:
+    def posterior(self, state: DescentState, **record: Any) -> Posterior:
         """Return the mean-field Gaussian."""
         return MeanFieldPosterior.of(self.final(state), self.problem.likelihood, **record)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -105,18 +105,18 @@ class SequentialState(State):
         second: precision of q.
         prior: its sites.
         noise: of the likelihood.
+        sites: of EP, every record's factor, or one that all share: natural parameters (first,
+            second), and the noise's part.
     """
 
     first: Array
     second: Array
     prior: PriorSites
     noise: Gamma
+    sites: tuple[Array, ...] = ()
 
 
-T = TypeVar("T", bound=SequentialState)
-
-
-class SequentialProcess(OpenProcess[T]):
+class SequentialProcess(OpenProcess[SequentialState]):
     """Equations that EP and ADF share, on small matrices."""
 
     def __init__(self, settings: Sequential, problem: Problem) -> None:
@@ -134,18 +134,20 @@ class SequentialProcess(OpenProcess[T]):
         shapes = [(m.shape[0], m.shape[1]) for m in self.moments.means.values()]
         self.network = SequentialNetwork(shapes, [bool(layer.bias) for layer in layers])
 
-    def begin(self) -> T:
+    def begin(self) -> SequentialState:
         """Return the state before the first step."""
         means = [m.cpu().numpy().reshape(-1) for m in self.moments.means.values()]
         precision, size = self.moments.precision, self.network.size
-        return SequentialState(  # type: ignore[return-value]
+        return SequentialState(
             first=np.concatenate(means) * precision,
             second=np.full(size, precision),
             prior=PriorSites.start(size, Gamma(6.0, 5.0 / precision)),
             noise=Gamma(6.0, 5.0 * self.moments.noise),
         )
 
-    def visit(self, state: T, x: Tensor, y: Tensor, records: Tensor) -> T:
+    def visit(
+        self, state: SequentialState, x: Tensor, y: Tensor, records: Tensor
+    ) -> SequentialState:
         """Visit the records once, in a new random order, and refine the prior."""
         order = torch.randperm(len(x)).numpy()
         inputs = x.flatten(1).double().cpu().numpy()
@@ -162,14 +164,14 @@ class SequentialProcess(OpenProcess[T]):
         return dataclasses.replace(state, steps=state.steps + 1, noise=noise, prior=prior)
 
     @abstractmethod
-    def record(self, state: T, noise: Gamma, index: int, x: Array, y: float) -> Gamma:
+    def record(self, state: SequentialState, noise: Gamma, index: int, x: Array, y: float) -> Gamma:
         """Move q on one record, in place, and return what becomes of the noise."""
 
     def scale(self, noise: Gamma) -> float:
         """Return the noise variance."""
         return noise.variance if self.moments.learned else self.moments.noise
 
-    def natural(self, state: T) -> Natural:
+    def natural(self, state: SequentialState) -> Natural:
         """Return q as tensors."""
         parts = (self.network.layers(part.copy()) for part in (state.first, state.second))
         first, second = (
@@ -178,47 +180,28 @@ class SequentialProcess(OpenProcess[T]):
         )
         return Natural(first, second)
 
-    def posterior(self, state: T, **record: Any) -> Posterior:
+    def posterior(self, state: SequentialState, **record: Any) -> Posterior:
         """Return the Gaussian posterior, which predicts by propagating moments."""
         return self.moments.at(self.scale(state.noise)).posterior(self.natural(state), **record)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EPState(SequentialState):
-    """State of `EP`: a factor for every record, or one that all share.
-
-    Attributes:
-        sites1: first natural parameters of the factors.
-        sites2: their precisions.
-        gammas: the noise's part in them.
-    """
-
-    sites1: Array
-    sites2: Array
-    gammas: Array
-
-
-class EPProcess(SequentialProcess[EPState]):
+class EPProcess(SequentialProcess):
     """Equations of `EP`."""
 
     settings: EP
 
-    def begin(self) -> EPState:
+    def begin(self) -> SequentialState:
         """Return the state before the first step."""
-        q, n = super().begin(), self.problem.n
+        state, n = super().begin(), self.problem.n
         rows = 1 if self.settings.shared else n
-        return EPState(
-            **vars(q),
-            sites1=np.tile(q.first / n, (rows, 1)),
-            sites2=np.zeros((rows, self.network.size)),
-            gammas=np.zeros((rows, 2)),
-        )
+        first = np.tile(state.first / n, (rows, 1))
+        return dataclasses.replace(state, sites=(first, np.zeros_like(first), np.zeros((rows, 2))))
 
-    def record(self, state: EPState, noise: Gamma, index: int, x: Array, y: float) -> Gamma:
+    def record(self, state: SequentialState, noise: Gamma, index: int, x: Array, y: float) -> Gamma:
         """Move q and the record's factor, in place, and return what becomes of the noise."""
         damping = self.settings.damping
         at, share = (0, 1 / self.problem.n) if self.settings.shared else (index, 1.0)
-        site1, site2 = state.sites1[at], state.sites2[at]
+        site1, site2, site = (part[at] for part in state.sites)
         cavity1, cavity2 = state.first - site1, state.second - site2
         bad = cavity2 <= 0
         if bad.any():
@@ -228,7 +211,7 @@ class EPProcess(SequentialProcess[EPState]):
         v = 1 / cavity2
         whole = noise
         if self.moments.learned:
-            a, b = state.gammas[at].tolist()
+            a, b = site.tolist()
             outside = Gamma(noise.a - a, noise.b - b)
             noise = outside if outside.valid else noise
         m = v * cavity1
@@ -247,7 +230,6 @@ class EPProcess(SequentialProcess[EPState]):
             site2 += share * move2
         if self.moments.learned:
             new = noise.tilted(tilted.squared, tilted.v)
-            site = state.gammas[at]
             move = damping * (np.array([new.a - noise.a, new.b - noise.b]) - site)
             moved = Gamma(whole.a + float(move[0]), whole.b + float(move[1]))
             if moved.valid:

@@ -78,7 +78,7 @@ class MCDropout(Descent):
         return MCDropoutProcess(self, problem, problem.attach())
 
 
-class MCDropoutProcess(SGDProcess[DescentState]):
+class MCDropoutProcess(SGDProcess):
     """Equations of `MCDropout`."""
 
     settings: MCDropout

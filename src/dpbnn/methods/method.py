@@ -23,7 +23,7 @@ from dpbnn.priors import Prior
 from dpbnn.privacy.checks import check_numbers, check_positive, first_line
 
 if TYPE_CHECKING:
-    from dpbnn.posteriors import Posterior
+    from dpbnn.posteriors import IterateWriter, Posterior
     from dpbnn.privacy.plan import Plan
 
 OptimizerLike = str | Callable[..., torch.optim.Optimizer]
@@ -99,7 +99,9 @@ S = TypeVar("S", bound=State)
 
 
 class AnyProcess(ABC, Generic[S]):
-    """What all processes share: a first state, files that they may hold, and a posterior."""
+    """What all processes share: a first state, a writer of iterates if any, and a posterior."""
+
+    writer: IterateWriter | None = None
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.model = problem, problem.model
@@ -113,18 +115,7 @@ class AnyProcess(ABC, Generic[S]):
         return restored(state, tensors)
 
     def ready(self, state: S) -> None:
-        """Get hold of what the run needs, such as disk space, before anything is spent."""
-
-    def flush(self) -> None:
-        """Write what waits for the disk; a checkpoint follows."""
-
-    def close(self) -> None:
-        """Let go of what `ready` got hold of; what is on disk stays."""
-
-    @property
-    def held_bytes(self) -> int:
-        """Memory of what waits for `flush`."""
-        return 0
+        """Open `writer`, and reserve its disk space, before anything is spent."""
 
     @abstractmethod
     def posterior(self, state: S, **record: Any) -> Posterior:
@@ -310,17 +301,14 @@ class DescentState(State):
     average: Average = dataclasses.field(default_factory=Average)
 
 
-D = TypeVar("D", bound=DescentState)
-
-
-class DescentProcess(Process[D]):
+class DescentProcess(Process[DescentState]):
     """Hands gradients of a loss that is a mean over records to an optimizer."""
 
     def __init__(self, settings: Descent, problem: Problem, attached: Attached) -> None:
         super().__init__(problem, attached)
         self.settings = settings
 
-    def begin(self) -> D:
+    def begin(self) -> DescentState:
         """Return the state before the first step."""
         parameters = self.problem.trainable()
         self.settings.rehearse(list(parameters.values()))
@@ -334,9 +322,9 @@ class DescentProcess(Process[D]):
             )
         elif schedule is not None:
             started = schedule(optimizer)
-        return DescentState(parameters=parameters, optimizer=optimizer, schedule=started)  # type: ignore[return-value]
+        return DescentState(parameters=parameters, optimizer=optimizer, schedule=started)
 
-    def resumed(self, state: D, tensors: Mapping[str, Tensor]) -> D:
+    def resumed(self, state: DescentState, tensors: Mapping[str, Tensor]) -> DescentState:
         """Return a first state at the values that a checkpoint holds; its schedule runs anew."""
         state = super().resumed(state, tensors)
         for _ in range(state.steps if state.schedule is not None else 0):
@@ -345,10 +333,10 @@ class DescentProcess(Process[D]):
         return state
 
     @abstractmethod
-    def gradient(self, state: D, release: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def gradient(self, state: DescentState, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the gradient of (data term + prior term) / n by parameter name."""
 
-    def update(self, state: D, release: Mapping[str, Tensor]) -> D:
+    def update(self, state: DescentState, release: Mapping[str, Tensor]) -> DescentState:
         """Take an optimizer step, and average."""
         with torch.no_grad():
             for name, gradient in self.gradient(state, release).items():
@@ -359,14 +347,11 @@ class DescentProcess(Process[D]):
             if state.schedule is not None:
                 state.schedule.step()
         kind, steps, average = self.settings.average, state.steps + 1, state.average
-        if isinstance(kind, float):
-            average = average.add(
-                state.parameters, steps, self.problem.steps, share=1.0, decay=kind
-            )
-        elif kind is not None:
-            average = average.add(state.parameters, steps, self.problem.steps)
+        if kind is not None:
+            how = {"share": 1.0, "decay": kind} if isinstance(kind, float) else {}
+            average = average.add(state.parameters, steps, self.problem.steps, **how)
         return dataclasses.replace(state, steps=steps, average=average)
 
-    def final(self, state: D) -> nn.Module:
+    def final(self, state: DescentState) -> nn.Module:
         """Return the network at its last weights, or at their average."""
         return self.problem.rebuilt({**state.parameters, **state.average.values})

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dpbnn.methods.method import D, Descent, DescentProcess, Problem
+from dpbnn.methods.method import Descent, DescentProcess, DescentState, Problem
 from dpbnn.posteriors import PointPosterior, Posterior
 
 
@@ -24,15 +24,15 @@ class SGD(Descent):
 
     name = "sgd"
 
-    def start(self, problem: Problem) -> SGDProcess[Any]:
+    def start(self, problem: Problem) -> SGDProcess:
         """Return the process that trains on a problem."""
         return SGDProcess(self, problem, problem.attach())
 
 
-class SGDProcess(DescentProcess[D]):
+class SGDProcess(DescentProcess):
     """Equations of `SGD`."""
 
-    def gradient(self, state: D, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gradient(self, state: DescentState, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return release / b + grad r / n."""
         problem = self.problem
         return {
@@ -40,6 +40,6 @@ class SGDProcess(DescentProcess[D]):
             for name, p in state.parameters.items()
         }
 
-    def posterior(self, state: D, **record: Any) -> Posterior:
+    def posterior(self, state: DescentState, **record: Any) -> Posterior:
         """Return the last iterate, or the average."""
         return PointPosterior(self.final(state), self.problem.likelihood, **record)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import tempfile
@@ -220,7 +219,6 @@ class LangevinProcess(Process[LangevinState]):
         self.length = problem.steps // settings.chains
         stored = self.length // settings.thin
         self.kept = min(settings.keep, max(1, stored))
-        self.writer: IterateWriter | None = None
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def begin(self) -> LangevinState:
@@ -232,29 +230,6 @@ class LangevinProcess(Process[LangevinState]):
     def ready(self, state: LangevinState) -> None:
         """Reserve the disk space of all iterates."""
         self._open_writer(state)
-
-    def flush(self) -> None:
-        """Write the iterates since the last checkpoint."""
-        if self.writer is not None:
-            self.writer.flush()
-
-    def close(self) -> None:
-        """Stop writing; an error of a run that has failed already is not raised again.
-
-        Iterates since the last `flush` are forgotten: the key of their noise may be on disk.
-        """
-        if self.writer is not None:
-            with contextlib.suppress(OSError):
-                self.writer.close(drop=True)
-
-    @property
-    def held_bytes(self) -> int:
-        """Memory of the iterates since the last `flush`.
-
-        The key of their noise is on disk until then. An iterate beside it could be stripped of
-        its noise, so iterates go to a run's folder with the checkpoint that replaces the key.
-        """
-        return 0 if self.writer is None else self.writer.held_bytes
 
     @abstractmethod
     def move(

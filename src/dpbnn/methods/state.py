@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 __all__ = ["UNSAVED", "Average", "State", "flat", "restored"]
 
-UNSAVED = {"saved": False}  # metadata of a field that follows from the others, or from a draw
-
+UNSAVED = {"saved": False}  # metadata of a field that checkpoints leave out
 Value = TypeVar("Value")
 
 
@@ -33,10 +32,12 @@ class State:
         parameters: the tensors of the network that updates move, by name. They are the network's
             own, not copies: contributions are taken at their values.
         steps: how many updates were made.
+        drawn: what the step under way has drawn without the data, such as weights.
     """
 
     parameters: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     steps: int = 0
+    drawn: Any = dataclasses.field(default=None, metadata=UNSAVED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +61,9 @@ class Average:
         share: float = 0.5,
         decay: float | None = None,
     ) -> Average:
-        """Return the average with the values after one more step.
+        """Return the average with the values after so many steps of a total.
 
-        Args:
-            values: by name.
-            steps: made so far.
-            total: of the run.
-            share: of the steps, the last ones, that are averaged over.
-            decay: of an exponential moving average, instead of the mean.
+        It is the mean over the last `share` of the steps, or with `decay` an exponential one.
         """
         if steps <= (1 - share) * total:
             return self
@@ -99,19 +95,12 @@ def flat(value: Any, name: str = "") -> dict[str, Tensor]:
 
 
 def restored(value: Value, tensors: Mapping[str, Tensor], name: str = "") -> Value:
-    """Return a state at the values that `flat` has returned; tensors take them over in place.
+    """Return a first state at the values that `flat` has returned; tensors change in place.
 
-    A mapping that is empty takes all that was saved of it; others take their own names alone.
-
-    Args:
-        value: a state of the same method and network, such as its first one.
-        tensors: from `flat`.
-        name: path of the value.
-
-    Raises:
-        KeyError, RuntimeError: where the tensors are those of another state.
+    A mapping that is empty takes all that was saved of it, others take their own names alone; None
+    takes a tensor. It raises KeyError or RuntimeError for tensors of another state.
     """
-    made: Any = value
+    made: Any = tensors[name].clone() if value is None and name in tensors else value
     if isinstance(value, Tensor | np.ndarray):
         saved = tensors[name]
         if saved.shape != value.shape:
@@ -133,14 +122,14 @@ def restored(value: Value, tensors: Mapping[str, Tensor], name: str = "") -> Val
         if dataclasses.is_dataclass(value):
             made = dataclasses.replace(made, **parts)
         else:
-            made = parts if isinstance(value, Mapping) else list(parts.values())
+            made = parts if isinstance(value, Mapping) else type(value)(parts.values())
     return made  # type: ignore[no-any-return]
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
     if dataclasses.is_dataclass(value):
-        fields = [f.name for f in dataclasses.fields(value) if f.metadata != UNSAVED]
-        return [(name, getattr(value, name)) for name in fields]
+        fields = dataclasses.fields(value)
+        return [(f.name, getattr(value, f.name)) for f in fields if f.metadata != UNSAVED]
     if isinstance(value, Optimizer):
         return value.state_dict()["state"].items()
     if isinstance(value, Mapping):
@@ -159,5 +148,5 @@ def _joined(name: str, key: object) -> str:
 
 def _under(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """Return copies of the tensors below a path, by the rest of theirs."""
-    start = f"{name}."
+    start = _joined(name, "")
     return {n[len(start) :]: v.clone() for n, v in tensors.items() if n.startswith(start)}

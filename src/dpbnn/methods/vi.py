@@ -91,7 +91,7 @@ def _output_layer(model: nn.Module) -> str | None:
     return path if path and isinstance(module, GaussianLinear) else None
 
 
-class VIProcess(DescentProcess[DescentState]):
+class VIProcess(DescentProcess):
     """Equations of `VI`."""
 
     settings: VI

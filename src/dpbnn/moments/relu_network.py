@@ -124,18 +124,6 @@ class NetworkMoments(MomentModel):
             curvature[name] = share.div_(left).div_(variance)
         return Factors(slope, curvature, extra)
 
-    def derivatives(
-        self, moments: Moments, x: Tensor, y: Tensor
-    ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return d log Z / dm and d log Z / dv of every weight and example, [batch, ...]."""
-        passes, m, v = self._forward(moments, x)
-        g_m, g_v = self._head(m, v, y)
-        found = {}
-        for name, kept, by_mean, by_variance in _backward(passes, g_m, g_v):
-            gradient, k = _derivatives(kept, by_mean, by_variance)
-            found[name] = (gradient, (gradient.square() - k) / 2)
-        return found
-
     def _head(self, m: Tensor, v: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the derivatives of log N(y; m, v + s) by m and v."""
         total = v + self.noise

@@ -15,7 +15,7 @@ from dpbnn.moments.model import Factors, MomentModel, Moments, Natural
 from dpbnn.posteriors import MixturePosterior, Posterior
 from dpbnn.priors import Gaussian, Prior
 
-__all__ = ["MixtureMoments", "tilted_moments"]
+__all__ = ["MixtureMoments"]
 
 _NAME = "means"
 
@@ -102,38 +102,6 @@ class MixtureMoments(MomentModel):
             model.offsets.copy_(moments.mean[_NAME] - model.centres)
         spread = {"covariance": moments.covariance[_NAME]}
         return MixturePosterior(model, Mixture(), spread, **record)
-
-
-def tilted_moments(
-    x: Tensor, mean: Tensor, covariance: Tensor, log_weights: Tensor, noise_std: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log Z and the moments of sum_j w_j N(x; t_j, s^2 I) prod_j N(t_j; m_j, V_j).
-
-        mean_k = m_k + r_k d,    d = V_k (V_k + s^2 I)^-1 (x - m_k)
-        covariance_k = V_k + r_k (1 - r_k) d d^T - r_k V_k (V_k + s^2 I)^-1 V_k
-
-    Args:
-        x: points, [batch, D].
-        mean: m, [J, D].
-        covariance: V, [J, D, D].
-        log_weights: log w, [J].
-        noise_std: s.
-
-    Returns:
-        log Z [batch], means [batch, J, D] and covariances [batch, J, D, D].
-    """
-    variance = noise_std**2
-    spread, axes = torch.linalg.eigh(covariance)
-    logs, u = _tilt(x, mean, spread, axes, log_weights, variance)
-    r = logs.softmax(-1).unsqueeze(-1)
-    root = axes * spread.sqrt().unsqueeze(-2)
-    away = torch.einsum("jde,bje->bjd", root, u)
-    new_mean = mean + r * away
-    kept = spread - r * spread.square() / (spread + variance)
-    new_covariance = (axes * kept.unsqueeze(-2)) @ axes.transpose(-1, -2)
-    both = (r * (1 - r)).unsqueeze(-1)
-    new_covariance = new_covariance + both * away.unsqueeze(-1) * away.unsqueeze(-2)
-    return logs.logsumexp(-1), new_mean, new_covariance
 
 
 def _tilt(

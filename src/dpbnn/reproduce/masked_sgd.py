@@ -15,7 +15,6 @@ from dpbnn.contributions.recorded import NetworkContributions
 from dpbnn.contributions.sites import Direct, Site
 from dpbnn.methods.method import DescentState, Problem
 from dpbnn.methods.sgd import SGD, SGDProcess
-from dpbnn.methods.state import UNSAVED
 
 __all__ = ["MaskedSGD", "masked"]
 
@@ -48,42 +47,27 @@ class MaskedSGD(SGD):
         return MaskedSGDProcess(self, problem, problem.attach())
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MaskedState(DescentState):
-    """State of `MaskedSGD`.
-
-    Attributes:
-        masks: of the step under way, by parameter.
-    """
-
-    masks: dict[str, Tensor] = dataclasses.field(default_factory=dict, metadata=UNSAVED)
-
-
-class MaskedSGDProcess(SGDProcess[MaskedState]):
+class MaskedSGDProcess(SGDProcess):
     """Equations of `MaskedSGD`."""
 
     settings: MaskedSGD
 
-    def begin(self) -> MaskedState:
-        """Return the state before the first step."""
-        return MaskedState(**vars(super().begin()))
-
-    def draw(self, state: MaskedState) -> MaskedState:
+    def draw(self, state: DescentState) -> DescentState:
         """Return the state with fresh masks."""
         masks = {
             name: (torch.rand_like(p) < self.settings.fraction).to(p)
             for name, p in state.parameters.items()
         }
-        return dataclasses.replace(state, masks=masks)
+        return dataclasses.replace(state, drawn=masks)
 
-    def contribute(self, state: MaskedState, x: Any, y: Tensor) -> Contributions:
+    def contribute(self, state: DescentState, x: Any, y: Tensor) -> Contributions:
         """Return what the examples contribute to the weights that the masks let pass."""
-        return masked(super().contribute(state, x, y), state.masks)
+        return masked(super().contribute(state, x, y), state.drawn)
 
-    def gradient(self, state: MaskedState, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gradient(self, state: DescentState, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return m * (release / b + grad r / n)."""
         whole = super().gradient(state, release)
-        return {name: value * state.masks[name] for name, value in whole.items()}
+        return {name: value * state.drawn[name] for name, value in whole.items()}
 
 
 def masked(contributions: Contributions, masks: Mapping[str, Tensor]) -> Contributions:
