@@ -84,12 +84,12 @@ def checked_rows(
         x = x.to(next(network.parameters()).dtype)
     outputs = _outputs(network, x, device)
     bad = _not_finite(x).to(y.device)
-    known, expected = likelihoods.full(likelihood), "inputs and targets must be finite"
+    known = likelihoods.full(likelihood)
     with unquoted(*_UNSURE, ValueError):
         wrong = known.wrong(y, outputs).reshape(y.shape)
         y = known.taken(torch.where(wrong, torch.zeros_like(y), y), outputs)
-    if wrong.any():
-        expected = known.expected(outputs)
+    allowed = known.expected(outputs)  # always asked for: no call may depend on the rows
+    expected = allowed if wrong.any() else "inputs and targets must be finite"
     bad = bad | (wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong) | _not_finite(y)
     width, columns = known.columns(outputs.shape[-1]), y.shape[1:].numel()
     if width not in (None, columns):
