@@ -29,7 +29,7 @@ __all__ = ["Rows", "checked_rows"]
 _CHUNK = 512  # rows that the network sees at once
 _UNSURE = (
     "the likelihood cannot tell which targets it takes",
-    "its methods `wrong` and `taken` must raise on no targets",
+    "its methods `wrong` and `taken` must take all targets, and return one value for each",
 )
 
 
@@ -86,11 +86,11 @@ def checked_rows(
     bad = _not_finite(x).to(y.device)
     known = likelihoods.full(likelihood)
     with unquoted(*_UNSURE, ValueError):
-        wrong = known.wrong(y, outputs)
+        wrong = known.wrong(y, outputs).reshape(y.shape)
         y = known.taken(torch.where(wrong, torch.zeros_like(y), y), outputs)
-    allowed = known.expected(outputs)
+    allowed = known.expected(outputs)  # always asked for: no call may depend on the rows
     expected = allowed if wrong.any() else "inputs and targets must be finite"
-    bad = bad | (wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong)
+    bad = bad | (wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong) | _not_finite(y)
     width, columns = known.columns(outputs.shape[-1]), y.shape[1:].numel()
     if width not in (None, columns):
         raise ValueError(

@@ -78,6 +78,15 @@ def test_what_is_no_count_is_refused_before_anything_is_spent(bad):
     assert ledger.releases == 0
 
 
+def test_a_count_too_large_for_the_network_is_a_bad_row():
+    x, y = counts()
+    y = y.double()
+    y[17] = 1e300
+    with pytest.raises(ValueError, match="1 rows cannot be used: inputs and targets must be fin"):
+        fit((x, y))
+    assert fit((x, y), on_bad_rows="zero").privacy.private
+
+
 @pytest.mark.parametrize("bad", [-3.0, 2.25, math.nan])
 def test_what_is_no_count_can_contribute_nothing(bad):
     """The run is the one in which another bad count stands there, bit by bit, and not any other."""
