@@ -207,3 +207,8 @@ def test_adult_is_read_in_little_time(either_folder):
 def test_progress_is_shown_when_asked_for(tmp_path, capsys):
     same(read_table(written(tmp_path / "t.csv", TEXT), progress=True))
     assert "reading t.csv" in capsys.readouterr().err
+
+
+def test_rows_keep_their_numbers_however_often_some_are_taken():
+    table = as_table({"a": np.arange(10)}).rows(2, 9).take([1, 3, 5]).take([1, 2]).rows(1, 2)
+    assert table.where(0).endswith("row 7")

@@ -45,7 +45,6 @@ class Table(Mapping[str, np.ndarray]):
         source: what errors call the table.
         lines: for every row its line in the file, if it came from a text file.
         missing: texts that stand for a missing value.
-        first: index of the first row in the table that this is a part of.
         named: False where the names come from the first line of a text file. That line may be a
             record, so messages do not quote it.
     """
@@ -57,15 +56,12 @@ class Table(Mapping[str, np.ndarray]):
         source: str = "the table",
         lines: Sequence[int] | np.ndarray | None = None,
         missing: frozenset[str] = MISSING,
-        first: int = 0,
         named: bool = True,
     ) -> None:
         self._columns = dict(columns)
         self.named = named
         self.source = source
         self.missing = missing
-        self._lines = lines
-        self._first = first
         sizes = {name: len(values) for name, values in self._columns.items()}
         if len(set(sizes.values())) > 1:
             short, long = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
@@ -74,6 +70,7 @@ class Table(Mapping[str, np.ndarray]):
                 f"{sizes[long]}; give columns of one length"
             )
         self.n = next(iter(sizes.values()), 0)
+        self._unit, self._places = ("row", range(self.n)) if lines is None else ("line", lines)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -129,33 +126,21 @@ class Table(Mapping[str, np.ndarray]):
         if (start, stop) == (0, self.n):
             return self
         part = {name: values[start:stop] for name, values in self._columns.items()}
-        lines = None if self._lines is None else self._lines[start:stop]
-        return self._like(part, lines, self._first + start)
+        return self._like(part, self._places[start:stop])
 
     def take(self, index: Any) -> Table:
         """Return chosen rows: an array of row numbers or of booleans."""
         index = np.asarray(index)
         part = {name: self.raw(name)[index] for name in self._columns}
-        lines = np.arange(self._first, self._first + self.n) if self._lines is None else self._lines
-        kept = self._like(part, np.asarray(lines)[index], 0)
-        kept._rows_named = self._lines is None
-        return kept
+        return self._like(part, np.asarray(self._places)[index])
 
     def where(self, row: int) -> str:
         """Return the place of a row in words: its line, or its number."""
-        if self._lines is None or self._rows_named:
-            number = self._first + row if self._lines is None else int(self._lines[row])
-            return f"{self.source}, row {number}"
-        return f"{self.source}, line {int(self._lines[row])}"
+        return f"{self.source}, {self._unit} {self._places[row]}"
 
-    _rows_named = False
-
-    def _like(self, columns: dict[str, Any], lines: Any, first: int) -> Table:
-        like = Table(
-            columns, source=self.source, lines=lines, missing=self.missing, first=first,
-            named=self.named,
-        )  # fmt: skip
-        like._rows_named = self._rows_named
+    def _like(self, columns: dict[str, Any], places: Sequence[int] | np.ndarray) -> Table:
+        like = Table(columns, source=self.source, missing=self.missing, named=self.named)
+        like._unit, like._places = self._unit, places
         return like
 
 

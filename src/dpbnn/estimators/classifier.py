@@ -90,26 +90,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         device: str | None = None,
         progress: bool = False,
     ) -> None:
-        self.method = method
-        self.epsilon = epsilon
-        self.delta = delta
-        self.bounds = bounds
-        self.classes = classes
-        self.hidden = hidden
-        self.prior = prior
-        self.batch_size = batch_size
-        self.epochs = epochs
-        self.clip = clip
-        self.learning_rate = learning_rate
-        self.samples = samples
-        self.recalibrate = recalibrate
-        self.conformal = conformal
-        self.ledger = ledger
-        self.tuning_runs = tuning_runs
-        self.on_bad_rows = on_bad_rows
-        self.random_state = random_state
-        self.device = device
-        self.progress = progress
+        self._store(locals())
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Return class probabilities [rows, classes], averaged over the posterior."""

@@ -61,6 +61,10 @@ class PrivateBayes(BaseEstimator):
 
     _regression: bool
 
+    def _store(self, arguments: dict[str, Any]) -> None:
+        """Store the arguments of the constructor under their names, and nothing else."""
+        vars(self).update((name, value) for name, value in arguments.items() if name != "self")
+
     @abstractmethod
     def _target(self, y: np.ndarray) -> Target:
         """Return the targets for the network, and set the fitted attributes about them."""
