@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpbnn.privacy.noise import fill_normal
+from dpbnn.privacy.stream import fill_normal
 
 
 def mlp(

@@ -21,6 +21,7 @@ from dpbnn.privacy.bayesian_costs import (
 from dpbnn.privacy.bayesian_estimate import BayesianPrivacyEstimate
 from dpbnn.privacy.events import Event
 from dpbnn.privacy.relation import Relation
+from dpbnn.privacy.sampling import Participation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,7 +155,12 @@ class BayesianAccountant:
                     "accountants: an earlier release had no noise that counts, so every cost is "
                     "infinite; start a new run, without debug_seed"
                 )
-            if event.sampling not in ("poisson", "full-batch"):
+            if not event.gaussian:
+                raise ValueError(
+                    f"accountants: there is no Bayesian analysis of {event.mechanism} noise here; "
+                    f"use Gaussian noise"
+                )
+            if event.sampler.participation not in (Participation.INDEPENDENT, Participation.EVERY):
                 raise ValueError(
                     f"accountants: there is no Bayesian analysis of {event.sampling} sampling "
                     f"here; plan with sampling='poisson' or 'full-batch'"

@@ -16,7 +16,7 @@ from typing import Any, SupportsIndex
 
 from dpbnn.privacy import accountants
 from dpbnn.privacy.checks import check_numbers
-from dpbnn.privacy.events import Event, check_relation
+from dpbnn.privacy.events import Event, UnsupportedEvent, check_relation
 from dpbnn.privacy.ledger_file import LedgerCorrupted, LedgerFile, Locked
 from dpbnn.privacy.plan import round_up
 from dpbnn.privacy.relation import Relation
@@ -204,13 +204,16 @@ class Ledger:
                     found.update(range(entry.step, entry.step + entry.count))
             return len(found)
 
-    def covered(self, attempt: Attempt, step: int, clip: float | None = None) -> list[float]:
+    def covered(
+        self, attempt: Attempt, step: int, clip: float | None = None, noise: str | None = None
+    ) -> list[float]:
         """Return the sigmas of the steps from `step` on that are charged to an attempt already.
 
         Args:
             attempt: who makes them.
             step: the first of them.
             clip: of the releases; None for any.
+            noise: name of their mechanism; None for any.
         """
         with self._mine():
             self._refresh()
@@ -220,6 +223,7 @@ class Ledger:
                 for entry in self._entries
                 if entry.attempt == self._attempts.get(attempt)
                 and clip in (None, mechanisms[entry.mechanism].clip)
+                and noise in (None, mechanisms[entry.mechanism].event.mechanism)
                 for i in range(entry.count)
             }
         found = []
@@ -533,7 +537,7 @@ class Ledger:
                     )
                 self._header = values
             elif "mechanism" in values:
-                event = Event.from_dict(values["event"])
+                event = self._event(values["event"])
                 mechanism = _Mechanism(event, values["label"], values["clip"])
                 self._mechanisms[mechanism] = self._next(self._mechanisms, values["mechanism"])
             elif "attempt" in values:
@@ -545,6 +549,15 @@ class Ledger:
                 self._lost = True
             else:
                 self._entries.append(_Spend(**values["spend"]))
+
+    def _event(self, values: dict[str, Any]) -> Event:
+        try:
+            return Event.from_dict(values)
+        except UnsupportedEvent as error:
+            raise UnsupportedEvent(
+                f"{self.path}: holds releases that nothing here can account for ({error}); import "
+                f"the module that registers their sampler or mechanism before opening the ledger"
+            ) from None
 
     def _next(self, known: Mapping[Any, int], number: int) -> int:
         """Return the number of a new mechanism or attempt, which follows that of the last one."""

@@ -153,6 +153,7 @@ class Plan(_Budget):
             "sampling": self.sampling,
             "n": self.n,
             "batch_size": self.batch_size,
+            **({"parameters": dict(self.sampler.parameters)} if self.sampler.parameters else {}),
             "noise_multipliers": [list(run) for run in self.noise_multipliers],
             "steps": self.steps,
             "epsilon": self.epsilon if self.private else None,
@@ -175,8 +176,9 @@ class Plan(_Budget):
             raise ValueError(
                 f"schema={values.get('schema')!r}: this version reads plans of schema 1"
             )
+        given = {name: values[name] for name in ("sampling", "n", "batch_size")}
         return _settle(
-            sampler(values["sampling"], values["n"], values["batch_size"]),
+            sampler(**given, **values.get("parameters", {})),
             tuple((float(sigma), int(count)) for sigma, count in values["noise_multipliers"]),
             values["delta"],
             Relation.parse(values["relation"]),
@@ -391,7 +393,7 @@ def open_plan(
     length = _length(draw, epochs, steps)
     if length is None:
         raise ValueError("epochs and steps are missing: give one of them")
-    relation = Relation.REPLACE_ONE if draw.name == "fixed-size" else Relation.ZERO_OUT
+    relation = draw.relations[0]
     return Plan(draw, ((0.0, length),), 1e-5, math.inf, relation, "rdp")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from dpbnn.privacy import accountants
 from dpbnn.privacy.events import Event
+from dpbnn.privacy.mechanisms import MECHANISMS
 from dpbnn.privacy.plan import round_up
 from dpbnn.privacy.relation import Relation
 
@@ -46,7 +47,7 @@ class PrivacyStatement:
         accountant_version: the code that computed epsilon.
         mechanisms: one entry per kind of release: label, sampling, noise_multiplier, clip,
             sample_rate, n, batch_size, releases, and the name of the ledger that holds them; of a
-            partition also start and order.
+            partition also start and order; mechanism where it is not Gaussian, and parameters.
         public: what is treated as public.
         covers: which outputs the guarantee covers.
         randomness: where noise and sampling came from.
@@ -245,6 +246,7 @@ def _mechanisms(
             "releases": count,
             "ledger": ledger,
             **({"start": event.start, "order": event.order} if event.partition else {}),
+            **{k: v for k, v in event.to_dict().items() if k in ("mechanism", "parameters")},
         }
         for (label, clip, ledger, event, _), count in counts.items()
     )
@@ -252,10 +254,12 @@ def _mechanisms(
 
 def event_of(mechanism: Mapping[str, Any]) -> Event:
     """Return the event that an entry of `PrivacyStatement.mechanisms` describes."""
-    names = ("sampling", "noise_multiplier", "n", "batch_size")
-    where = {name: mechanism[name] for name in ("start", "order") if name in mechanism}
-    given = {name: mechanism[name] for name in names}
-    return Event(count=mechanism["releases"], **given, **where)
+    names = (
+        "sampling", "noise_multiplier", "n", "batch_size", "start", "order", "mechanism",
+        "parameters",
+    )  # fmt: skip
+    given = {name: mechanism[name] for name in names if name in mechanism}
+    return Event.from_dict({"count": mechanism["releases"], **given})
 
 
 def _caveats(
@@ -284,7 +288,9 @@ def _caveats(
 
 
 def _describe(mechanism: dict[str, Any]) -> str:
-    text = f"{mechanism['releases']} releases of clipped sums with Gaussian noise, sigma = "
+    noise = mechanism.get("mechanism", "gaussian")
+    words = MECHANISMS[noise].words if noise in MECHANISMS else f"{noise} noise, scale"
+    text = f"{mechanism['releases']} releases of clipped sums with {words} = "
     text += f"{mechanism['noise_multiplier']:.6g} x clip"
     if mechanism["clip"] is not None:
         text += f" {mechanism['clip']:g}"
