@@ -11,9 +11,9 @@ from toy_mechanism import LaplaceNoise
 
 import dpbnn
 from dpbnn.contributions import DenseContributions
-from dpbnn.privacy.accountants import ACCOUNTANTS, default_accountant
+from dpbnn.privacy.accountants import ACCOUNTANTS, Accountant, default_accountant
 from dpbnn.privacy.events import Event, UnsupportedEvent
-from dpbnn.privacy.mechanisms import MECHANISMS, GaussianNoise
+from dpbnn.privacy.mechanisms import MECHANISMS
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.relation import Relation
 from dpbnn.privacy.statement import PrivacyStatement, event_of
@@ -84,7 +84,7 @@ def test_it_composes_with_gaussian_releases_in_one_ledger():
     ledger = dpbnn.Ledger()
     laplace_gate(ledger=ledger)(one_number())
     alone = ledger.epsilon(DELTA)
-    dpbnn.Gate(1.0, mechanism=GaussianNoise(5.0), ledger=ledger)(one_number())
+    dpbnn.Gate(1.0, mechanism=dpbnn.GaussianNoise(5.0), ledger=ledger)(one_number())
     gaussian = ACCOUNTANTS["exact"].epsilon([Event("full-batch", 5.0)], DELTA)
     assert max(alone, gaussian) < ledger.epsilon(DELTA) < alone + gaussian
     tiny = dpbnn.Ledger()
@@ -137,7 +137,7 @@ def test_the_statement_names_it_and_gaussian_ones_are_as_before(monkeypatch):
     assert event_of(again.mechanisms[0]) == gate.ledger.events[0]
     monkeypatch.delitem(MECHANISMS, "laplace")
     assert "laplace noise, scale = 2" in " ".join(str(again).split())
-    gaussian = dpbnn.Gate(1.0, mechanism=GaussianNoise(2.0))
+    gaussian = dpbnn.Gate(1.0, mechanism=dpbnn.GaussianNoise(2.0))
     gaussian(one_number())
     same = dpbnn.Gate(1.0, 2.0)
     same(one_number())
@@ -184,3 +184,29 @@ def test_replay_measures_it():
         return gate(DenseContributions(values), records=torch.arange(len(values)))["value"]
 
     assert dpbnn.replay(run, torch.full((5, 1), 3.0), 2).check().worst == pytest.approx(1, rel=1e-3)
+
+
+class Pure(Accountant):
+    """Pure epsilon of Laplace releases adds up."""
+
+    name = "pure"
+
+    def _refusal(self, event, relation):
+        return None if event.mechanism == "laplace" else "pure is for Laplace noise"
+
+    def _epsilon(self, events, delta, relation):
+        return sum(event.count * relation.shift / event.noise_multiplier for event in events)
+
+
+def test_a_mechanism_can_bring_its_own_accountant(monkeypatch):
+    monkeypatch.setitem(ACCOUNTANTS, "pure", Pure())
+    ledger = dpbnn.Ledger(epsilon=1.6, delta=DELTA, accountant="pure")
+    gate = laplace_gate(ledger=ledger)
+    for _ in range(3):
+        gate(one_number())
+    assert gate.statement().epsilon == 1.5
+    with pytest.raises(dpbnn.BudgetExceeded):
+        gate(one_number())
+    with pytest.raises(UnsupportedEvent, match="pure is for Laplace noise"):
+        dpbnn.Gate(1.0, 1.0, ledger=ledger)(one_number())
+    assert ledger.releases == 3

@@ -13,7 +13,7 @@ import dpbnn
 from dpbnn.contributions import DenseContributions
 from dpbnn.privacy.accountants import ACCOUNTANTS, default_accountant
 from dpbnn.privacy.events import UnsupportedEvent
-from dpbnn.privacy.sampling import SAMPLERS
+from dpbnn.privacy.sampling import SAMPLERS, register
 
 DELTA = 1e-5
 DRAW = CyclicPoisson(90, 6, groups=3)
@@ -112,3 +112,15 @@ def test_plans_and_fits_take_it_by_its_name():
     assert "cyclic-poisson sampling" in " ".join(str(posterior.privacy).split())
     result = dpbnn.replay(dpbnn.SGD(), data, 7, model=dpbnn.mlp(2, (4,), 2), plan=plan).check()
     assert sum(distance > 0 for distance in result.distances) <= 4
+
+
+def test_a_sampler_that_claims_a_closed_form_it_has_not_is_refused():
+    class Wrong(dpbnn.Poisson):
+        name = "wrong"
+        relations = tuple(dpbnn.Relation)
+
+    with pytest.raises(ValueError, match="no analysis under replace-one"):
+        register(Wrong)
+    for taken in ("poisson", "cyclic-poisson"):
+        with pytest.raises(ValueError, match="registered already"):
+            register(type("Again", (dpbnn.Poisson,), {"name": taken}))

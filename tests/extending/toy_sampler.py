@@ -25,7 +25,6 @@ class CyclicPoisson(Sampler):
     groups: int = 3
 
     name = "cyclic-poisson"
-    words = "cyclic Poisson sampling"
     relations = (Relation.ZERO_OUT,)
     by_position = True
     whole = False

@@ -95,11 +95,14 @@ class PLD(Accountant):
     name = "pld"
 
     def _refusal(self, event: Event, relation: Relation) -> str | None:
-        if _on_grid(event) or _pld_accountant().supports(event.dp_event(relation)):
+        replaced = event.amplified and relation is Relation.REPLACE_ONE  # has no analysis by pld
+        if _on_grid(event) or (
+            not replaced and _pld_accountant().supports(event.dp_event(relation))
+        ):
             return None
         if event.gaussian:
             return (
-                f"the pld accountant has no analysis of {event.sampler.words}; "
+                f"the pld accountant has no analysis of {_sampled(event)}; "
                 f"use accountant='rdp', or sampling='poisson'"
             )
         return f"the pld accountant has no analysis of {_described(event)}"
@@ -278,8 +281,12 @@ def _on_grid(event: Event) -> bool:
     return _closed_form(event) or (event.gaussian and not event.amplified)
 
 
+def _sampled(event: Event) -> str:
+    return event.sampler.words or f"{event.sampling} sampling"
+
+
 def _described(event: Event) -> str:
-    return f"{event.mechanism} noise with {event.sampler.words}; use another accountant or sampling"
+    return f"{event.mechanism} noise with {_sampled(event)}; use another accountant or sampling"
 
 
 def _pld_accountant(interval: float = 1e-4) -> Any:

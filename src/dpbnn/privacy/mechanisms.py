@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dpbnn.privacy.events import Event
     from dpbnn.privacy.noise import NoiseSource
 
-__all__ = ["MECHANISMS", "GaussianNoise", "Mechanism", "register"]
+__all__ = ["GaussianNoise", "Mechanism", "register"]
 
 MECHANISMS: dict[str, type[Mechanism]] = {}
 """Every mechanism that ledgers, plans and statements can name."""

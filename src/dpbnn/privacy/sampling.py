@@ -28,17 +28,7 @@ if TYPE_CHECKING:
 
     from dpbnn.privacy.events import Event
 
-__all__ = [
-    "SAMPLERS",
-    "FixedSize",
-    "FullBatch",
-    "Participation",
-    "Partition",
-    "Poisson",
-    "Sampler",
-    "register",
-    "sampler",
-]
+__all__ = ["FixedSize", "FullBatch", "Partition", "Poisson", "Sampler", "register", "sampler"]
 
 SAMPLERS: dict[str, type[Sampler]] = {}
 """Every sampler that events, ledgers and plans can name."""
@@ -48,6 +38,8 @@ _Kind = TypeVar("_Kind", bound="type[Sampler]")
 
 def register(kind: _Kind) -> _Kind:
     """Make a sampler known by its name; a decorator of the class."""
+    if kind.participation is Participation.INDEPENDENT and Relation.REPLACE_ONE in kind.relations:
+        raise ValueError(f"sampling {kind.name!r}: INDEPENDENT has no analysis under replace-one")
     if SAMPLERS.setdefault(kind.name, kind) is not kind:
         raise ValueError(f"sampling {kind.name!r}: is registered already; choose another name")
     return kind
@@ -70,7 +62,7 @@ class Sampler(ABC):
         n: number of records, public; under add/remove the expected one.
         batch_size: expected batch size, public; what sums are divided by, never the realised size.
         name: what events, ledgers and plans call it.
-        words: how messages call it.
+        words: how messages call it, by default by its name.
         relations: neighbouring relations that the analysis covers.
         participation: which closed form holds, if any.
         by_position: whether it matters which batches of the sequence were released; then events
@@ -83,7 +75,7 @@ class Sampler(ABC):
     batch_size: float
 
     name: ClassVar[str]
-    words: ClassVar[str]
+    words: ClassVar[str] = ""
     relations: ClassVar[tuple[Relation, ...]]
     participation: ClassVar[Participation] = Participation.OTHER
     by_position: ClassVar[bool] = False
@@ -149,16 +141,19 @@ class Sampler(ABC):
         return parameters(self, ("n", "batch_size"))
 
     @classmethod
-    @abstractmethod
     def dp_event(cls, event: Event, noise: Any) -> Any:
         """Return dp-accounting's event of all releases of `event`, for the worst record.
 
-        Unless they go `by_position`, the releases can be of any steps and any runs.
+        Unless they go `by_position`, the releases can be of any steps and any runs. By default
+        every one of them may hold the record.
 
         Args:
             event: of this sampler.
             noise: dp-accounting's event of one release that holds the record for sure.
         """
+        import dp_accounting
+
+        return dp_accounting.SelfComposedDpEvent(noise, event.count)
 
     def batches(
         self,
@@ -220,7 +215,6 @@ class Poisson(Sampler):
     """
 
     name = "poisson"
-    words = "Poisson sampling"
     relations = (Relation.ZERO_OUT, Relation.ADD_REMOVE)
     participation = Participation.INDEPENDENT
     whole = False
@@ -231,8 +225,7 @@ class Poisson(Sampler):
         """Return Poisson-sampled releases."""
         import dp_accounting
 
-        one = dp_accounting.PoissonSampledDpEvent(event.rate, noise) if event.amplified else noise
-        return dp_accounting.SelfComposedDpEvent(one, event.count)
+        return super().dp_event(event, dp_accounting.PoissonSampledDpEvent(event.rate, noise))
 
     def size(self, step: int) -> int | None:
         """Return None: the size is random."""
@@ -266,7 +259,7 @@ class FixedSize(Sampler):
         import dp_accounting
 
         one = dp_accounting.SampledWithoutReplacementDpEvent(event.n, event.batch_size, noise)
-        return dp_accounting.SelfComposedDpEvent(one, event.count)
+        return super().dp_event(event, one)
 
     def _draw(self, step: int, generator: np.random.Generator, records: int) -> np.ndarray:
         return generator.choice(self.n, size=int(self.batch_size), replace=False, shuffle=False)
@@ -285,7 +278,6 @@ class Partition(Sampler):
     """
 
     name = "partition"
-    words = "batches fixed by position"
     relations = (Relation.ZERO_OUT, Relation.REPLACE_ONE)
     participation = Participation.BY_POSITION
     by_position = True
@@ -293,12 +285,9 @@ class Partition(Sampler):
     @classmethod
     def dp_event(cls, event: Event, noise: Any) -> Any:
         """Return the most releases that one batch can have had."""
-        import dp_accounting
-
-        assert event.n is not None
-        assert event.batch_size is not None
-        batches = math.ceil(event.n / event.batch_size)
-        return dp_accounting.SelfComposedDpEvent(noise, math.ceil(event.count / batches))
+        batches = math.ceil((event.n or 0) / (event.batch_size or 1))
+        most = dataclasses.replace(event, count=math.ceil(event.count / batches))
+        return super().dp_event(most, noise)
 
     @property
     def batches_per_pass(self) -> int:
@@ -326,7 +315,6 @@ class FullBatch(Sampler):
     """Every batch is all records: n, but under add/remove."""
 
     name = "full-batch"
-    words = "full batches"
     relations = tuple(Relation)
     participation = Participation.EVERY
     any_number = True
@@ -345,13 +333,6 @@ class FullBatch(Sampler):
         import numpy as np
 
         return np.arange(records)
-
-    @classmethod
-    def dp_event(cls, event: Event, noise: Any) -> Any:
-        """Return releases that hold every record."""
-        import dp_accounting
-
-        return dp_accounting.SelfComposedDpEvent(noise, event.count)
 
 
 def sampler(sampling: str, n: int, batch_size: float | None = None, **parameters: Any) -> Sampler:
