@@ -402,6 +402,8 @@ class Gate:
         return self._mechanism(sigma).on(event)
 
     def _mechanism(self, sigma: float) -> Mechanism:
+        if sigma == self.mechanism.noise_multiplier:
+            return self.mechanism
         return dataclasses.replace(self.mechanism, noise_multiplier=sigma)
 
     def _sigma(self, noise_multiplier: float | None) -> float:
@@ -431,10 +433,8 @@ class Gate:
 def _check_keep(keep: Tensor | None, size: int) -> None:
     if keep is None or (keep.dtype is torch.bool and keep.shape == (size,)):
         return
-    raise ValueError(
-        f"keep: is a tensor of {keep.dtype} and shape {tuple(keep.shape)}; give one of true or "
-        f"false for every example, here of shape ({size},)"
-    )
+    given = f"is a tensor of {keep.dtype} and shape {tuple(keep.shape)}"
+    raise ValueError(f"keep: {given}; give one of true or false for each of {size} examples")
 
 
 def _factor(norms: Tensor, clip: float) -> Tensor:

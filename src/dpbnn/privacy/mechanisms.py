@@ -7,6 +7,7 @@ gate, the ledger, the accountants and the statement take it from there.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -72,11 +73,12 @@ class Mechanism(ABC):
 
     def on(self, event: Event) -> Event:
         """Return the event of the same releases with this noise."""
+        own, sigma = parameters(self, ("noise_multiplier",)), self.noise_multiplier
+        if not own and (event.noise_multiplier, event.mechanism) == (sigma, self.name):
+            return event
+        own = (*event.parameters, *own)
         return dataclasses.replace(
-            event,
-            noise_multiplier=self.noise_multiplier,
-            mechanism=self.name,
-            parameters=(*event.parameters, *parameters(self, ("noise_multiplier",))),
+            event, noise_multiplier=sigma, mechanism=self.name, parameters=own
         )
 
     def check(self, shapes: Mapping[str, torch.Size]) -> None:  # noqa: B027, most take any
@@ -105,8 +107,13 @@ class Mechanism(ABC):
 
 def parameters(settings: Any, without: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
     """Return the fields of a mechanism or sampler but those that every one has."""
-    names = [field.name for field in dataclasses.fields(settings)]
-    return tuple((name, getattr(settings, name)) for name in names if name not in without)
+    kind: Any = type(settings)
+    return tuple((name, getattr(settings, name)) for name in _fields(kind) if name not in without)
+
+
+@functools.cache
+def _fields(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 @register
