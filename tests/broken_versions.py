@@ -49,6 +49,7 @@ from dpbnn.privacy import (
     plan,
     sampling,
     statement,
+    stream,
 )
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
@@ -697,7 +698,7 @@ def all_orders_are_one_partition(patch: Patch) -> None:
 
 
 def charges_serve_any_attempt(patch: Patch) -> None:
-    def covered(self, attempt, step, clip=None):
+    def covered(self, attempt, step, clip=None, noise=None):
         return [2.0] * max(0, self.releases - step)
 
     patch.setattr(Ledger, "covered", covered)
@@ -1122,38 +1123,38 @@ def without_openssl_the_noise_is_philox(patch: Patch) -> None:
         philox = np.random.Philox(key=int.from_bytes(key, "big"), counter=offset // 32)
         out.view(np.uint64)[:] = philox.random_raw(out.size // 8)
 
-    patch.setattr(noise, "_shake", fill)
+    patch.setattr(stream, "_shake", fill)
 
 
 # 45: the grid
 
 
 def noise_is_added_as_it_is(patch: Patch) -> None:
-    patch.setattr(noise, "add_on_grid", lambda sums, z, g: sums.add_(z, alpha=g))
+    patch.setattr(stream, "add_on_grid", lambda sums, z, g: sums.add_(z, alpha=g))
 
 
 def sums_are_not_rounded(patch: Patch) -> None:
-    patch.setattr(noise, "add_on_grid", lambda sums, z, g: sums.add_(z.floor(), alpha=g))
+    patch.setattr(stream, "add_on_grid", lambda sums, z, g: sums.add_(z.floor(), alpha=g))
 
 
 def noise_is_not_rounded(patch: Patch) -> None:
     def add(sums, z, g):
         sums.div_(g).round_().add_(z).mul_(g)
 
-    patch.setattr(noise, "add_on_grid", add)
+    patch.setattr(stream, "add_on_grid", add)
 
 
 def noise_lies_on_every_other_point(patch: Patch) -> None:
-    original = noise.add_on_grid
+    original = stream.add_on_grid
     patch.setattr(
-        noise, "add_on_grid", lambda sums, z, g: original(sums, z.div_(2).floor_().mul_(2), g)
+        stream, "add_on_grid", lambda sums, z, g: original(sums, z.div_(2).floor_().mul_(2), g)
     )
 
 
 def noise_prefers_even_points(patch: Patch) -> None:
-    original = noise.add_on_grid
+    original = stream.add_on_grid
     patch.setattr(
-        noise,
+        stream,
         "add_on_grid",
         lambda sums, z, g: original(sums, z.mul_(16).round_().div_(16).round_(), g),
     )
@@ -1161,7 +1162,7 @@ def noise_prefers_even_points(patch: Patch) -> None:
 
 def zeros_keep_their_sign(patch: Patch) -> None:
     patch.setattr(
-        noise, "add_on_grid", lambda sums, z, g: sums.div_(g).round_().add_(z.floor_()).mul_(g)
+        stream, "add_on_grid", lambda sums, z, g: sums.div_(g).round_().add_(z.floor_()).mul_(g)
     )
 
 

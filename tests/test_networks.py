@@ -6,7 +6,7 @@ from scipy import stats
 from torch import nn
 
 from dpbnn.networks import GaussianConv2d, GaussianLayer, GaussianLinear, cnn, mlp, to_gaussian
-from dpbnn.privacy.noise import fill_normal
+from dpbnn.privacy.stream import fill_normal
 
 
 def test_papers_networks_have_their_sizes():

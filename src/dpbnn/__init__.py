@@ -56,6 +56,7 @@ _EXPORTS = {
         "sgld_plan",
     ),
     "dpbnn.privacy.ledger": ("BudgetExceeded", "Ledger", "LedgerCorrupted"),
+    "dpbnn.privacy.mechanisms": ("GaussianNoise", "Mechanism"),
     "dpbnn.privacy.noise": ("NoiseSource",),
     "dpbnn.privacy.plan": ("ComposedPlan", "Plan", "compose", "open_plan", "plan"),
     "dpbnn.privacy.relation": ("Relation",),
@@ -135,6 +136,7 @@ if TYPE_CHECKING:
         sgld_plan,
     )
     from dpbnn.privacy.ledger import BudgetExceeded, Ledger, LedgerCorrupted
+    from dpbnn.privacy.mechanisms import GaussianNoise, Mechanism
     from dpbnn.privacy.noise import NoiseSource
     from dpbnn.privacy.plan import ComposedPlan, Plan, compose, open_plan, plan
     from dpbnn.privacy.relation import Relation

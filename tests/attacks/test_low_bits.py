@@ -20,7 +20,7 @@ from dpbnn.contributions import DenseContributions, attach
 from dpbnn.contributions.outer import Outer
 from dpbnn.contributions.rounding import INFLATION, row_squares
 from dpbnn.likelihoods import Gaussian as Normal
-from dpbnn.privacy import grid, noise
+from dpbnn.privacy import grid, stream
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.sampling import FullBatch
 
@@ -93,7 +93,7 @@ def test_item_45_every_grid_point_has_its_noise():
 @fails_on(45, broken.zeros_keep_their_sign)
 def test_item_45_a_zero_does_not_show_the_sign_of_the_sum():
     sums, small = torch.tensor([-0.2, -0.0, 0.2, 0.0]), torch.tensor([-0.0, -0.0, -0.0, 0.3])
-    noise.add_on_grid(sums, small, 1.0)
+    stream.add_on_grid(sums, small, 1.0)
     assert not sums.signbit().any()
 
 
@@ -117,7 +117,7 @@ def test_item_45_rounding_moves_no_sum_beyond_the_sensitivity(point, fewer, offs
     first = torch.full((width,), point + offset, dtype=torch.float64).mul_(g)
     second = first + away * g
     for sums in (first, second):
-        noise.add_on_grid(sums, torch.zeros(width), g)
+        stream.add_on_grid(sums, torch.zeros(width), g)
     assert (first - second).norm() <= gate.sensitivity * (1 + 1e-12)
 
 
@@ -142,8 +142,8 @@ def moved(first, second):
         gate = dpbnn.Gate(clip=1.0, noise_multiplier=1.0)
         gate._precision = gate._precision_of(contributions, 1.0)
         with pytest.MonkeyPatch.context() as patch:
-            add = noise.add_on_grid
-            patch.setattr(noise, "add_on_grid", lambda sums, z, g: add(sums, z.zero_(), g))  # noqa: B023
+            add = stream.add_on_grid
+            patch.setattr(stream, "add_on_grid", lambda sums, z, g: add(sums, z.zero_(), g))  # noqa: B023
             sums = gate._clipped_sum(contributions, None, [])
             results.append(gate._noised(sums, 1.0)["value"])
     return float((results[0].double() - results[1].double()).norm())

@@ -7,7 +7,7 @@ import torch
 from twins import fails_on, twins_of
 
 import dpbnn
-from dpbnn.privacy import noise
+from dpbnn.privacy import stream
 from dpbnn.privacy.noise import NoiseSource
 
 LIKE = {"a": torch.empty(50), "b": torch.empty(3, dtype=torch.float64)}
@@ -66,10 +66,10 @@ def test_item_55_without_openssl_the_noise_is_shake(offset):
         5 << 16: "7e81f2b66a0bf25e8b3a8b4876fac9b634f62445b8051d3cd9e8c79ccc2a0609",
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(noise, "_LIBCRYPTO", None)
+        patch.setattr(stream, "_LIBCRYPTO", None)
         words, whole = np.empty(64, np.uint8), np.empty(offset + 64, np.uint8)
-        noise._fill(key, offset, words)
-        noise._fill(key, 0, whole)
+        stream.fill(key, offset, words)
+        stream.fill(key, 0, whole)
         assert words.tobytes() == whole[offset:].tobytes()
         assert words.tobytes().hex().startswith(known.get(offset, ""))
         gate = dpbnn.Gate(1.0, 1.0)

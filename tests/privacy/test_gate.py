@@ -356,10 +356,9 @@ def test_chunks_get_their_part_of_what_is_kept():
 @pytest.mark.parametrize(
     ("keep", "message"),
     [
-        (torch.ones(4, dtype=torch.bool), r"shape \(4,\) for a batch of 5"),
+        (torch.ones(4, dtype=torch.bool), r"shape \(4,\); give one of true or false"),
         (torch.ones(5, 1, dtype=torch.bool), r"shape \(5, 1\)"),
-        (torch.ones(5), r"torch.float32; give a tensor of true or false"),
-        ([True] * 5, "is list"),
+        (torch.ones(5), r"torch.float32 and shape \(5,\)"),
     ],
 )
 def test_a_mask_of_another_kind_is_refused_before_anything_is_spent(keep, message):

@@ -23,7 +23,7 @@ from forks import exit_code, started
 from scipy import stats
 from torch import Tensor
 
-from dpbnn.privacy import noise
+from dpbnn.privacy import stream
 from dpbnn.privacy.grid import spacing
 from dpbnn.privacy.noise import NoiseSource
 
@@ -53,8 +53,8 @@ def correlated(a: Tensor, b: Tensor, level: float = 6e-5) -> bool:
 @pytest.fixture(params=["aes", "shake"])
 def _both_generators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "shake":
-        monkeypatch.setattr(noise, "_LIBCRYPTO", None)
-    elif noise._LIBCRYPTO is None:
+        monkeypatch.setattr(stream, "_LIBCRYPTO", None)
+    elif stream._LIBCRYPTO is None:
         pytest.skip("this Python's OpenSSL is out of reach")
 
 
@@ -127,14 +127,14 @@ def test_noise_is_box_and_mullers_of_the_stream(
     n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """z_i = sqrt(-2 ln u_i) cos 2 pi v_i, then the sines, chunk by chunk; down to the grid."""
-    monkeypatch.setattr(noise, "_PAIRS", 1024)
+    monkeypatch.setattr(stream, "_PAIRS", 1024)
     source, kind = NoiseSource.seeded(5), f"i{dtype.itemsize}"
     key, scale = source._stream_key(str(dtype)), 2.0 ** (8 * dtype.itemsize)
     expected, radii = [], []
     for begin in range(0, n, 2048):
         size = min(2048, n - begin)
-        words = np.empty(noise._word_bytes(size, dtype), np.uint8)
-        noise._fill(key, begin * dtype.itemsize, words)
+        words = np.empty(stream.word_bytes(size, dtype), np.uint8)
+        stream.fill(key, begin * dtype.itemsize, words)
         first, second = np.split(words.view(kind), 2)
         u = (first.view(f"u{dtype.itemsize}") if dtype == torch.float32 else first) / scale
         u = u + (2.0**-33 if dtype == torch.float32 else 0.5)
@@ -154,37 +154,37 @@ def test_float64_noise_has_float64_resolution() -> None:
 
 def test_radius_beyond_32_bits_is_continued_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     """P(R > r) = exp(-r^2) holds below u = 2^-32, where 32-bit words end (R = 4.71)."""
-    edge = noise._EDGE
+    edge = stream._EDGE
     words = np.tile(np.arange(edge, dtype=np.uint32), 16)
-    stream = np.concatenate([np.full(64, 2**31, np.uint32), words]).view(np.uint8)
+    drawn = np.concatenate([np.full(64, 2**31, np.uint32), words]).view(np.uint8)
 
     def fill(key: bytes, offset: int, out: np.ndarray) -> None:
-        out[:] = stream[offset : offset + out.size]
+        out[:] = drawn[offset : offset + out.size]
 
-    monkeypatch.setattr(noise, "_fill", fill)
+    monkeypatch.setattr(stream, "fill", fill)
     radius = torch.full((words.size,), 4.0)
-    noise._extend(b"k" * 16, 64, radius)
+    stream._extend(b"k" * 16, 64, radius)
     u = np.exp(-(radius.double().numpy() ** 2)) * 2.0**32
     assert np.abs(u - words - 0.5).max() < 0.5 * (1 + 1e-2)
     fraction = (u - words)[words < 64]
     assert stats.kstest(fraction, "uniform").pvalue > 1e-5
     assert radius.max() > math.sqrt(math.log(2**32))
-    stream = np.array([edge, 2**32 - 1, 2**31, 2**20, 0, 0, 0, 0], np.uint32).view(np.uint8)
+    drawn = np.array([edge, 2**32 - 1, 2**31, 2**20, 0, 0, 0, 0], np.uint32).view(np.uint8)
     untouched = torch.full((4,), 4.0)
-    noise._extend(b"k" * 16, 0, untouched)
+    stream._extend(b"k" * 16, 0, untouched)
     assert (untouched == 4).all()
 
 
 def test_the_first_radii_tell_which_words_need_more_bits() -> None:
-    words = torch.tensor([0, 1, noise._EDGE - 1, noise._EDGE], dtype=torch.float32)
-    radii = (noise._MOST / words).log().sqrt()
-    assert (radii[:3] > noise._FAR).all()
-    assert radii[3] - 0.01 < noise._FAR
+    words = torch.tensor([0, 1, stream._EDGE - 1, stream._EDGE], dtype=torch.float32)
+    radii = (stream._MOST / words).log().sqrt()
+    assert (radii[:3] > stream._FAR).all()
+    assert radii[3] - 0.01 < stream._FAR
 
 
 def test_extreme_words_give_finite_radii(monkeypatch: pytest.MonkeyPatch) -> None:
     for byte in (0, 255, 127, 128):
-        monkeypatch.setattr(noise, "_fill", lambda key, offset, out, byte=byte: out.fill(byte))
+        monkeypatch.setattr(stream, "fill", lambda key, offset, out, byte=byte: out.fill(byte))
         for dtype in (torch.float32, torch.float64):
             x = draw(NoiseSource(), 11, dtype)
             assert torch.isfinite(x).all()
@@ -217,7 +217,7 @@ def test_tensors_steps_halves_and_sources_are_uncorrelated() -> None:
 
 
 def test_chunks_of_one_release_are_uncorrelated() -> None:
-    n = noise._PAIRS
+    n = stream._PAIRS
     x = draw(NoiseSource.seeded(1), 6 * n)
     parts = x.view(6, n)
     for i in range(6):
@@ -333,7 +333,7 @@ def test_global_seeds_and_noise_do_not_touch_each_other() -> None:
 @pytest.mark.usefixtures("_both_generators")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_drawn_ahead_equals_drawn_now(dtype: torch.dtype) -> None:
-    shapes = {"a": (noise._PAIRS + 3, 3), "b": (7,), "e": (0, 4), "c": ()}
+    shapes = {"a": (stream._PAIRS + 3, 3), "b": (7,), "e": (0, 4), "c": ()}
     ahead, now = NoiseSource.seeded(3), NoiseSource.seeded(3)
     seen = []
     for _ in range(3):
@@ -398,10 +398,10 @@ def test_resumed_source_continues_the_uninterrupted_one() -> None:
 @pytest.mark.usefixtures("_both_generators")
 def test_streams_are_addressed_by_offset() -> None:
     whole, part = np.empty(4096, np.uint8), np.empty(1024, np.uint8)
-    noise._fill(b"k" * 16, 0, whole)
-    noise._fill(b"k" * 16, 2048, part)
+    stream.fill(b"k" * 16, 0, whole)
+    stream.fill(b"k" * 16, 2048, part)
     assert (whole[2048:3072] == part).all()
-    noise._fill(b"l" * 16, 2048, part)
+    stream.fill(b"l" * 16, 2048, part)
     assert (whole[2048:3072] != part).any()
 
 
@@ -433,7 +433,7 @@ def test_statement_fields() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_any_shape_and_layout_gets_noise_on_every_element(dtype: torch.dtype) -> None:
-    for n in (0, 1, 2, 3, 2 * noise._PAIRS - 1, 2 * noise._PAIRS + 1):
+    for n in (0, 1, 2, 3, 2 * stream._PAIRS - 1, 2 * stream._PAIRS + 1):
         assert (draw(NoiseSource(), n, dtype) == 0).sum() <= n * 1e-5  # 8e-7 of float32's are 0
     base = torch.zeros(6, 50, 40, dtype=dtype)
     tensors = {
@@ -531,9 +531,9 @@ def test_a_process_with_noise_under_way_ends_promptly() -> None:
 def test_what_is_noised_together_on_a_device_is_all_of_it_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(noise, "_TOGETHER", 4)
+    monkeypatch.setattr(stream, "_TOGETHER", 4)
     flats = [torch.arange(n) for n in (3, 0, 9, 1, 4, 2)]
-    groups = [torch.cat(pieces) for pieces in noise._grouped(flats)]
+    groups = [torch.cat(pieces) for pieces in stream.grouped(flats)]
     assert [len(group) for group in groups] == [4, 4, 4, 4, 3]
     assert torch.equal(torch.cat(groups), torch.cat(flats))
 
@@ -541,7 +541,7 @@ def test_what_is_noised_together_on_a_device_is_all_of_it_in_order(
 def test_noise_of_a_device_has_its_scale_and_lies_on_the_grid() -> None:
     """The code of other devices with the CPU's generator; KS at level 1e-5."""
     pieces = [torch.full((n,), 1 / 3) for n in (1, 50_000, 49_999)]
-    noise._add_together(pieces, 2.6, torch.float32, torch.Generator().manual_seed(0))
+    stream.add_together(pieces, 2.6, torch.float32, torch.Generator().manual_seed(0))
     x = torch.cat(pieces).double()
     assert (x / spacing(2.6, torch.float32) % 1 == 0).all()
     assert stats.kstest((x - 1 / 3).numpy(), stats.norm(scale=2.6).cdf).pvalue > 1e-5

@@ -7,9 +7,10 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution
 
 import dpbnn
-from dpbnn.privacy import accountants
-from dpbnn.privacy.accountants import ACCOUNTANTS, _hockey_stick, _poisson_pld
+from dpbnn.privacy import accountants, losses
+from dpbnn.privacy.accountants import ACCOUNTANTS
 from dpbnn.privacy.events import Event
+from dpbnn.privacy.losses import _hockey_stick, poisson_losses
 from dpbnn.privacy.relation import Relation
 
 CASES = [
@@ -25,7 +26,7 @@ CASES = [
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("rate", "sigma", "interval", "tail"), CASES)
 def test_the_distribution_is_dp_accountings(rate, sigma, interval, tail):
-    ours = _poisson_pld(rate, sigma, interval, tail)
+    ours = poisson_losses(rate, sigma, interval, tail)
     theirs = privacy_loss_distribution.from_gaussian_mechanism(
         sigma,
         sampling_prob=rate,
@@ -44,12 +45,12 @@ def test_the_distribution_is_dp_accountings(rate, sigma, interval, tail):
 
 def test_a_wrong_curve_is_told_apart(monkeypatch):
     monkeypatch.setattr(
-        accountants, "_hockey_stick", lambda release, e, remove: _hockey_stick(release, e, True)
+        losses, "_hockey_stick", lambda release, e, remove: _hockey_stick(release, e, True)
     )
-    _poisson_pld.cache_clear()
+    poisson_losses.cache_clear()
     with pytest.raises((AssertionError, ValueError)):
         test_the_distribution_is_dp_accountings(*CASES[1])
-    _poisson_pld.cache_clear()
+    poisson_losses.cache_clear()
 
 
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 8.0])
@@ -89,11 +90,11 @@ def test_a_grid_four_times_finer_changes_little(seed, monkeypatch):
         steps, delta = int(10 ** rng.uniform(0, 3)), 10 ** rng.uniform(-8, -4)
         events = (Event("poisson", sigma, steps, 10_000, rate * 10_000),)
         amplified, mu = accountants._split(events, Relation.ZERO_OUT)
-        tails, step = accountants._grid(amplified, mu, delta)
+        tails, step = accountants.loss_grid(amplified, mu, delta)
         assert rate / sigma / 50 < step <= rate / sigma / 25
         usual = accountants._pld_epsilon.__wrapped__(events, delta, Relation.ZERO_OUT)
         with monkeypatch.context() as patch:
-            patch.setattr(accountants, "_grid", lambda *_, found=(tails, step / 4): found)
+            patch.setattr(accountants, "loss_grid", lambda *_, found=(tails, step / 4): found)
             finer = accountants._pld_epsilon.__wrapped__(events, delta, Relation.ZERO_OUT)
         assert finer * (1 - 1e-9) <= usual <= finer * (1 + 2e-4)
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpbnn.networks.layers import arguments, is_whole, registered
-from dpbnn.privacy.noise import fill_normal
+from dpbnn.privacy.stream import fill_normal
 
 __all__ = [
     "GaussianConv2d",

@@ -1,4 +1,8 @@
-"""Accountants: from privacy events to epsilon at a given delta."""
+"""Accountants: from privacy events to epsilon at a given delta.
+
+Gaussian noise has closed forms and a fast grid, see `dpbnn.privacy.losses`. Every other event goes
+to dp-accounting as the tree that `Event.dp_event` returns, or is refused where it has no analysis.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from dpbnn.privacy.events import Event, UnsupportedEvent, check_relation, gaussian_mu
+from dpbnn.privacy.losses import expm1, loss_grid, self_composed
 from dpbnn.privacy.relation import Relation
+from dpbnn.privacy.sampling import Participation
 
 __all__ = ["ACCOUNTANTS", "Accountant", "accountant", "default_accountant", "gaussian_epsilon"]
 
@@ -41,7 +47,7 @@ class Accountant(ABC):
             check_relation(event, relation)
         except UnsupportedEvent as error:
             return str(error)
-        return self._refusal(event)
+        return self._refusal(event, relation)
 
     def epsilon(
         self, events: Iterable[Event], delta: float, relation: Relation = Relation.ZERO_OUT
@@ -62,7 +68,7 @@ class Accountant(ABC):
             return math.inf
         return max(0.0, float(self._epsilon(events, delta, relation))) if events else 0.0
 
-    def _refusal(self, event: Event) -> str | None:
+    def _refusal(self, event: Event, relation: Relation) -> str | None:
         return None
 
     @abstractmethod
@@ -84,13 +90,18 @@ class PLD(Accountant):
 
     name = "pld"
 
-    def _refusal(self, event: Event) -> str | None:
-        if event.sampling == "fixed-size" and event.amplified:
+    def _refusal(self, event: Event, relation: Relation) -> str | None:
+        replaced = event.amplified and relation is Relation.REPLACE_ONE  # has no analysis by pld
+        if _on_grid(event) or (
+            not replaced and _pld_accountant().supports(event.dp_event(relation))
+        ):
+            return None
+        if event.gaussian:
             return (
-                "the pld accountant has no analysis of fixed-size sampling without replacement; "
-                "use accountant='rdp', or sampling='poisson'"
+                f"the pld accountant has no analysis of {_sampled(event)}; "
+                f"use accountant='rdp', or sampling='poisson'"
             )
-        return None
+        return f"the pld accountant has no analysis of {_described(event)}"
 
     def _epsilon(self, events: list[Event], delta: float, relation: Relation) -> float:
         return _pld_epsilon(tuple(events), delta, relation)
@@ -114,9 +125,9 @@ class RDP(Accountant):
 
     def _epsilon(self, events: list[Event], delta: float, relation: Relation) -> float:
         import dp_accounting
-        from dp_accounting import rdp
 
-        poisson, mu = _split([e for e in events if e.sampling != "fixed-size"], relation)
+        known = [e for e in events if _closed_form(e)]
+        poisson, mu = _split(known, relation)
         parts: list[Any] = [
             dp_accounting.SelfComposedDpEvent(
                 dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma)),
@@ -126,22 +137,16 @@ class RDP(Accountant):
         ]
         if mu > 0:
             parts.append(dp_accounting.GaussianDpEvent(1 / mu))
-        for event in events:
-            if event.sampling == "fixed-size":
-                noise = dp_accounting.GaussianDpEvent(event.noise_multiplier / relation.shift)
-                sampled = dp_accounting.SampledWithoutReplacementDpEvent(
-                    event.n, event.batch_size, noise
-                )
-                parts.append(dp_accounting.SelfComposedDpEvent(sampled, event.count))
-        neighbours = (
-            dp_accounting.NeighboringRelation.REPLACE_ONE
-            if relation is Relation.REPLACE_ONE
-            else dp_accounting.NeighboringRelation.REPLACE_SPECIAL
-        )
-        ledger = rdp.RdpAccountant(neighboring_relation=neighbours)
+        parts += [event.dp_event(relation) for event in events if not _closed_form(event)]
+        ledger = _rdp_accountant(relation)
         with _without_warnings():
             ledger.compose(dp_accounting.ComposedDpEvent(parts))
             return float(ledger.get_epsilon(delta))
+
+    def _refusal(self, event: Event, relation: Relation) -> str | None:
+        if _closed_form(event) or _rdp_accountant(relation).supports(event.dp_event(relation)):
+            return None
+        return f"the rdp accountant has no analysis of {_described(event)}"
 
 
 class GDPCLT(Accountant):
@@ -164,14 +169,16 @@ class GDPCLT(Accountant):
         """Name and version of the code that computes the value."""
         return "dpbnn"
 
-    def _refusal(self, event: Event) -> str | None:
-        if event.sampling not in ("poisson", "full-batch"):
+    def _refusal(self, event: Event, relation: Relation) -> str | None:
+        if not event.gaussian:
+            return f"the gdp-clt formula is for Gaussian noise, not for {event.mechanism} noise"
+        if event.sampler.participation not in (Participation.INDEPENDENT, Participation.EVERY):
             return f"the gdp-clt formula is for Poisson batches, not for {event.sampling} sampling"
         return None
 
     def _epsilon(self, events: list[Event], delta: float, relation: Relation) -> float:
         squared = sum(
-            e.count * e.rate**2 * _expm1((relation.shift / e.noise_multiplier) ** 2) for e in events
+            e.count * e.rate**2 * expm1((relation.shift / e.noise_multiplier) ** 2) for e in events
         )
         return gaussian_epsilon(math.sqrt(squared), delta)
 
@@ -192,11 +199,13 @@ class Exact(Accountant):
         """Name and version of the code that computes the value."""
         return "dpbnn"
 
-    def _refusal(self, event: Event) -> str | None:
+    def _refusal(self, event: Event, relation: Relation) -> str | None:
+        if not event.gaussian:
+            return f"exact Gaussian composition does not cover {event.mechanism} noise"
         if event.amplified:
             return (
                 f"exact Gaussian composition does not cover {event.sampling} batches; "
-                f"use accountant={'rdp' if event.sampling == 'fixed-size' else 'pld'!r}"
+                f"use accountant={'pld' if _on_grid(event) else 'rdp'!r}"
             )
         return None
 
@@ -220,13 +229,14 @@ def accountant(name: str | Accountant) -> Accountant:
 def default_accountant(events: Iterable[Event]) -> str:
     """Return the tightest rigorous accountant that covers all events.
 
-    That is pld; where no release is amplified, the exact Gaussian curve that pld would approximate;
-    with fixed-size batches, rdp, the only one that knows them.
+    That is the exact Gaussian curve where no release is amplified; pld, which would approximate it,
+    otherwise; with fixed-size batches, rdp, the only one that knows them.
     """
-    kinds = {event.sampling for event in events if event.amplified}
-    if "fixed-size" in kinds:
-        return "rdp"
-    return "pld" if kinds else "exact"
+    asked = [(event, event.sampler.relations[0]) for event in events]
+    for name, known in ACCOUNTANTS.items():
+        if known.rigorous and all(known._refusal(*one) is None for one in asked):
+            return name
+    return "rdp"
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
@@ -251,6 +261,38 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     upper = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1e-9
     root = brentq(lambda e: gaussian_delta(mu, e) - delta, 0.0, upper, xtol=1e-13, rtol=1e-13)
     return float(root) * (1 + 1e-12)
+
+
+def _closed_form(event: Event) -> bool:
+    return event.gaussian and event.sampler.participation is not Participation.OTHER
+
+
+def _on_grid(event: Event) -> bool:
+    """Whether the grid here holds the event: at rate 1 whatever the sampler, as in a full batch."""
+    return _closed_form(event) or (event.gaussian and not event.amplified)
+
+
+def _sampled(event: Event) -> str:
+    return event.sampler.words or f"{event.sampling} sampling"
+
+
+def _described(event: Event) -> str:
+    return f"{event.mechanism} noise with {_sampled(event)}; use another accountant or sampling"
+
+
+def _pld_accountant(interval: float = 1e-4) -> Any:
+    """Return dp-accounting's, for events whose noise is already that of the relation's shift."""
+    from dp_accounting import NeighboringRelation, pld
+
+    return pld.PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, interval)
+
+
+def _rdp_accountant(relation: Relation) -> Any:
+    from dp_accounting import NeighboringRelation, rdp
+
+    if relation is Relation.REPLACE_ONE:
+        return rdp.RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
+    return rdp.RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_SPECIAL)
 
 
 def _split(
@@ -280,149 +322,36 @@ def _split(
     return [(rate, sigma, count) for (rate, sigma), count in sorted(grouped.items())], mu
 
 
-def _expm1(x: float) -> float:
-    return math.expm1(x) if x < 700 else math.inf
-
-
-def _tail(rate: float, count: int, delta: float) -> float:
-    """Return the log mass cut off each release's noise: 1e-5 delta over all releases.
-
-    Rounded down to a multiple of four, so that nearby counts share a distribution.
-    """
-    return 4 * math.floor(min(-20.0, math.log(1e-5 * delta / (rate * count))) / 4)
-
-
-def _widest_loss(rate: float, sigma: float, tail: float) -> float:
-    """Return the largest privacy loss of one release whose noise is cut off at log mass `tail`."""
-    exponent = (1 + 2 * math.sqrt(-2 * tail) * sigma) / (2 * sigma**2)
-    return math.log1p(rate * math.expm1(exponent)) if exponent < 700 else exponent
-
-
-def _interval(rate: float, sigma: float, tail: float) -> float:
-    """Return the grid step of the privacy loss: 1e-4, halved or doubled as the release asks.
-
-    The extra variance of rounding is about (step / loss std)^2 of the true one, so the step goes
-    below a tenth of the std q sqrt(exp(1/sigma^2) - 1) as far as 40 000 grid points allow, and
-    above 1e-4 only where 60 000 would not suffice.
-    """
-    spread = rate * math.sqrt(_expm1(1 / sigma**2))
-    widest = _widest_loss(rate, sigma, tail)
-    step = 1e-4
-    while step > spread / 10 and step / 2 >= max(widest / 40_000, 1e-7):
-        step /= 2
-    while step < widest / 60_000:
-        step *= 2
-    return step
-
-
 @functools.lru_cache(maxsize=256)
 def _pld_epsilon(events: tuple[Event, ...], delta: float, relation: Relation) -> float:
     from dp_accounting.pld import privacy_loss_distribution
 
-    amplified, mu = _split(list(events), relation)
-    rounding = 4 * 2.0**-52 * sum(count for *_, count in amplified)
+    others = [event for event in events if not _on_grid(event)]
+    amplified, mu = _split([event for event in events if _on_grid(event)], relation)
+    composed = [*(count for *_, count in amplified), *(event.count for event in others)]
+    rounding = 4 * 2.0**-52 * sum(composed)
     if rounding > delta / 2:
         raise UnsupportedEvent(
             f"delta={delta} is too small for the pld accountant at so many releases; "
             f"use accountant='rdp' or a larger delta"
         )
-    tails, interval = _grid(amplified, mu, delta)
-    total = None
-    for (rate, sigma, count), tail in zip(amplified, tails, strict=True):
-        points = _widest_loss(rate, sigma, tail) / interval
-        part = _self_compose(_poisson_pld(rate, sigma, interval, tail), count, points)
-        total = part if total is None else total.compose(part)
+    tails, interval = loss_grid(amplified, mu, delta)
+    parts: list[Any] = [
+        self_composed(rate, sigma, count, interval, tail)
+        for (rate, sigma, count), tail in zip(amplified, tails, strict=True)
+    ]
     if mu > 0:
-        part = privacy_loss_distribution.from_gaussian_mechanism(
-            1 / mu, value_discretization_interval=interval
+        parts.append(
+            privacy_loss_distribution.from_gaussian_mechanism(
+                1 / mu, value_discretization_interval=interval
+            )
         )
-        total = part if total is None else total.compose(part)
-    assert total is not None
+    for event in others:
+        accountant = _pld_accountant(interval)
+        accountant.compose(event.dp_event(relation))
+        parts.append(accountant._pld)
+    total = functools.reduce(lambda one, two: one.compose(two), parts)
     return float(total.get_epsilon_for_delta(delta - rounding))
-
-
-def _grid(
-    amplified: Sequence[tuple[float, float, int]], mu: float, delta: float
-) -> tuple[list[float], float]:
-    """Return the log mass cut off each release's noise, and the step of the common grid.
-
-    Losses are rounded so that epsilon can only rise: by a relative 2e-4 at most where the step is
-    one of 25 parts of q/sigma, about the standard deviation of a loss, for every release; so it is
-    not made smaller than that.
-    """
-    tails = [_tail(rate, count, delta) for rate, _, count in amplified]
-    steps = (_interval(r, s, tail) for (r, s, _), tail in zip(amplified, tails, strict=True))
-    step = max(steps, default=1e-4)
-    least = min([*(rate / sigma for rate, sigma, _ in amplified), mu or math.inf])
-    while 2 * 25 * step <= least < math.inf:
-        step *= 2
-    return tails, step
-
-
-@functools.lru_cache(maxsize=256)
-def _poisson_pld(rate: float, sigma: float, interval: float, tail: float) -> Any:
-    """Return what dp-accounting's from_gaussian_mechanism returns, without its loop over cells."""
-    from dp_accounting.pld import privacy_loss_distribution
-    from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType
-
-    return privacy_loss_distribution.PrivacyLossDistribution(
-        _side(rate, sigma, interval, tail, AdjacencyType.REMOVE),
-        _side(rate, sigma, interval, tail, AdjacencyType.ADD),
-    )
-
-
-def _side(rate: float, sigma: float, interval: float, tail: float, adjacency: Any) -> Any:
-    """Return the losses on a grid, rounded up, for a record removed or for one added."""
-    import numpy as np
-    from dp_accounting.pld import pld_pmf
-    from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
-
-    release = GaussianPrivacyLoss(
-        sigma, log_mass_truncation_bound=tail, sampling_prob=rate, adjacency_type=adjacency
-    )
-    bounds = release.connect_dots_bounds()
-    low = math.floor(bounds.epsilon_lower / interval)
-    high = math.ceil(bounds.epsilon_upper / interval)
-    epsilons = np.arange(low, high + 1) * interval
-    deltas = _hockey_stick(release, epsilons, adjacency is AdjacencyType.REMOVE)
-    return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, low, high, deltas)
-
-
-def _hockey_stick(release: Any, epsilons: Any, remove: bool) -> Any:
-    """Return delta at each epsilon of one Poisson-subsampled release, on one side.
-
-    The loss passes epsilon at x, and delta is upper(x) - exp(epsilon) lower(x) with the two
-    distribution functions, where for a record removed, or added (signs below),
-
-        x = -+ 1/2 -+ sigma^2 log(1 + (exp(+- epsilon) - 1)/q);
-
-    with no such x delta is 1 - exp(epsilon), or 0.
-    """
-    import numpy as np
-
-    rate, sign = release.sampling_prob, 1 if remove else -1
-    signed = sign * epsilons
-    inside = np.expm1(np.minimum(signed, 1.0)) / rate
-    reached = inside > -1
-    deltas = np.where(reached | (not remove), 0.0, -np.expm1(np.minimum(epsilons, 0.0)))
-    large = signed - math.log(rate) + np.log1p((rate - 1) * np.exp(-np.maximum(signed, 1.0)))
-    loss = np.where(signed > 1.0, large, np.log1p(np.maximum(inside, -1 + 2.0**-53)))[reached]
-    x = -sign * (0.5 + release.standard_deviation**2 * loss)
-    lower = np.exp(epsilons[reached] + release.mu_lower_log_cdf(x))
-    deltas[reached] = release.mu_upper_cdf(x) - lower
-    return np.clip(deltas, 0.0, 1.0)
-
-
-def _self_compose(pld: Any, count: int, points: float) -> Any:
-    """Compose `count` times; in two stages where dp-accounting is slow (sparse, large count)."""
-    stage = 64
-    if count < 50_000 or points > 2_000:
-        return pld.self_compose(count)
-    repeats, rest = divmod(count, stage)
-    total = pld.self_compose(stage, tail_mass_truncation=1e-22).self_compose(repeats)
-    if rest:
-        total = total.compose(pld.self_compose(rest, tail_mass_truncation=1e-22))
-    return total
 
 
 @contextlib.contextmanager

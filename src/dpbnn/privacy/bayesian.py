@@ -24,6 +24,7 @@ from dpbnn.privacy.bayesian_estimate import BayesianPrivacyEstimate
 from dpbnn.privacy.events import Event
 from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.relation import Relation
+from dpbnn.privacy.sampling import Participation
 from dpbnn.privacy.statement import PrivacyStatement
 
 __all__ = ["BayesianAccountant", "given_observers"]
@@ -152,7 +153,12 @@ class BayesianAccountant:
                     "observers: an earlier release had no noise that counts, so every cost is "
                     "infinite; start a new run, without debug_seed"
                 )
-            if event.sampling not in ("poisson", "full-batch"):
+            if not event.gaussian:
+                raise ValueError(
+                    f"observers: there is no Bayesian analysis of {event.mechanism} noise here; "
+                    f"use Gaussian noise"
+                )
+            if event.sampler.participation not in (Participation.INDEPENDENT, Participation.EVERY):
                 raise ValueError(
                     f"observers: there is no Bayesian analysis of {event.sampling} sampling "
                     f"here; plan with sampling='poisson' or 'full-batch'"

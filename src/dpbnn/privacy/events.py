@@ -1,4 +1,8 @@
-"""Privacy events: what a run released, in the only words an accountant hears."""
+"""Privacy events: what a run released, as participation times mechanism.
+
+How records get in is a `Sampler` class, what noise is added is a `Mechanism` class; an event names
+both. `Event.dp_event` is the one place where it becomes an event of dp-accounting.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,11 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from dpbnn.privacy.mechanisms import MECHANISMS, Mechanism
 from dpbnn.privacy.relation import Relation
+from dpbnn.privacy.sampling import SAMPLERS, Participation, Sampler
 
 __all__ = ["Event", "UnsupportedEvent"]
-
-_SAMPLINGS = ("poisson", "fixed-size", "partition", "full-batch")
 
 
 class UnsupportedEvent(ValueError):
@@ -20,11 +24,11 @@ class UnsupportedEvent(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """`count` releases of clipped sums, each with Gaussian noise of std sigma * C.
+    """`count` releases of clipped sums, each with noise of scale sigma * C.
 
     Attributes:
-        sampling: how each release chose its records: "poisson", "fixed-size", "partition" or
-            "full-batch" (the last also stands for "unknown": nothing is amplified).
+        sampling: how each release chose its records, a name of `SAMPLERS`: "poisson", "fixed-size",
+            "partition", "full-batch" (the last also stands for "unknown": nothing is amplified).
         noise_multiplier: sigma = noise std / clip; 0 means no noise and is not private.
         count: number of releases.
         n: number of records, public; under add/remove the expected one, chosen without looking at
@@ -33,6 +37,8 @@ class Event:
         start: for "partition", the position in the sequence of batches of the first release.
         order: for "partition", a name of the order that the records were in. Batches are fixed by
             position, so the batches of two orders are two partitions.
+        mechanism: what noise each release got, a name of `MECHANISMS`.
+        parameters: further public settings of sampler and mechanism, as (name, value).
     """
 
     sampling: str
@@ -42,16 +48,36 @@ class Event:
     batch_size: float | None = None
     start: int = 0
     order: str = ""
+    mechanism: str = "gaussian"
+    parameters: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.sampling not in _SAMPLINGS:
-            raise ValueError(f"sampling={self.sampling!r}: must be one of {', '.join(_SAMPLINGS)}")
+        for name, known in (("sampling", SAMPLERS), ("mechanism", MECHANISMS)):
+            value = getattr(self, name)
+            if value not in known:
+                raise UnsupportedEvent(f"{name}={value!r}: must be one of {', '.join(known)}")
         if not (self.noise_multiplier >= 0):
             raise ValueError(f"noise_multiplier={self.noise_multiplier}: must be >= 0")
         if self.count < 0 or self.start < 0:
             raise ValueError(f"count={self.count}, start={self.start}: must be >= 0")
-        if self.sampling != "full-batch" and (self.n is None or self.batch_size is None):
+        unknown = self.n is None or self.batch_size is None
+        if unknown and self.sampler.participation is not Participation.EVERY:
             raise ValueError(f"an event with sampling={self.sampling!r} needs n and batch_size")
+
+    @property
+    def sampler(self) -> type[Sampler]:
+        """What chose the records."""
+        return SAMPLERS[self.sampling]
+
+    @property
+    def noise(self) -> Mechanism:
+        """What noise was added."""
+        return MECHANISMS[self.mechanism].of(self)
+
+    @property
+    def gaussian(self) -> bool:
+        """Whether the noise is Gaussian and independent, so that closed forms hold."""
+        return MECHANISMS[self.mechanism].gaussian
 
     @property
     def rate(self) -> float:
@@ -63,40 +89,44 @@ class Event:
     @property
     def partition(self) -> bool:
         """Whether batches are fixed by position, so that it matters which ones were released."""
-        return self.sampling == "partition"
+        return self.sampler.by_position
 
     @property
     def amplified(self) -> bool:
         """Whether random sampling hides who took part in a release."""
-        return self.sampling in ("poisson", "fixed-size") and self.rate < 1.0
+        hides = (Participation.INDEPENDENT, Participation.OTHER)
+        return self.sampler.participation in hides and self.rate < 1.0
+
+    def dp_event(self, relation: Relation) -> Any:
+        """Return all releases as an event of dp-accounting: the sampler's, of the mechanism's."""
+        return self.sampler.dp_event(self, self.noise.dp_event(relation.shift))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the event as plain values, without those at their default."""
-        return {
+        values = {
             f.name: getattr(self, f.name)
             for f in dataclasses.fields(self)
             if getattr(self, f.name) != f.default
         }
+        return values | ({"parameters": dict(self.parameters)} if self.parameters else {})
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Event:
         """Rebuild an event from `to_dict`."""
-        return cls(**values)
+        return cls(**{**values, "parameters": tuple(values.get("parameters", {}).items())})
 
 
 def check_relation(event: Event, relation: Relation) -> None:
     """Raise UnsupportedEvent where sampling and relation have no analysis together."""
-    allowed = {
-        "poisson": (Relation.ZERO_OUT, Relation.ADD_REMOVE),
-        "full-batch": tuple(Relation),
-        "partition": (Relation.ZERO_OUT, Relation.REPLACE_ONE),
-        "fixed-size": (Relation.REPLACE_ONE,),
-    }[event.sampling]
-    if relation not in allowed:
-        raise UnsupportedEvent(
-            f"relation={str(relation)!r} is not supported with {event.sampling} sampling; "
-            f"use relation={' or '.join(repr(str(r)) for r in allowed)}, or another sampling"
-        )
+    for kind, allowed in (
+        (f"{event.sampling} sampling", event.sampler.relations),
+        (f"{event.mechanism} noise", MECHANISMS[event.mechanism].relations),
+    ):
+        if relation not in allowed:
+            raise UnsupportedEvent(
+                f"relation={str(relation)!r} is not supported with {kind}; use relation="
+                f"{' or '.join(repr(str(r)) for r in allowed)}, or another {kind.split()[-1]}"
+            )
 
 
 def gaussian_mu(events: Iterable[Event], relation: Relation) -> float:

@@ -17,6 +17,7 @@ from dpbnn.privacy.checks import check_one_process
 from dpbnn.privacy.events import Event, check_relation
 from dpbnn.privacy.grid import RESOLUTION, spacing
 from dpbnn.privacy.ledger import Attempt, Ledger
+from dpbnn.privacy.mechanisms import GaussianNoise, Mechanism
 from dpbnn.privacy.noise import NoiseSource
 
 if TYPE_CHECKING:
@@ -82,12 +83,10 @@ Watcher = Callable[[Event, float, Tensor], None]
 """Told of a release after it was made: its event, the clip, a copy of the clipped norms."""
 
 
+# Clips below it, divided by the largest norm, are no normal numbers of the dtype.
 _SMALLEST_CLIP = {torch.float32: 1e-18, torch.float64: 1e-150}
-"""Clips below it, divided by the largest norm, are no normal numbers of the dtype."""
-_UNKNOWN = 1 << 20
-"""Records that a batch may have where their number is secret, or twice the expected if more."""
-_COARSE = 0.05
-"""Share of the clip that rounding to the grid may cost before the noise is drawn in float64."""
+_UNKNOWN = 1 << 20  # records of a batch whose number is secret, or twice the expected if more
+_COARSE = 0.05  # share of the clip that rounding may cost before the noise is drawn in float64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +132,11 @@ class Gate:
         clip: C, for the whole contribution; or one clip per group, as a mapping from the first
             letters of parameter names: every group is clipped by itself, and C is the root of the
             sum of squares.
-        noise_multiplier: sigma = noise std / C.
+        noise_multiplier: sigma = noise std / C; Gaussian noise.
         sampler: what draws the batches; None claims no amplification.
         ledger: where releases are recorded; one in memory by default.
+        mechanism: what noise is added, instead of noise_multiplier; Gaussian by default. The
+            guarantee is then that of its own `add` and `dp_event`.
         noise: the source of noise; a new one from operating-system entropy by default.
         label: what the releases are for, in the ledger and the statement.
         step: position of the first release in the sampler's sequence, when a run is resumed.
@@ -149,10 +150,11 @@ class Gate:
     def __init__(
         self,
         clip: float | Mapping[str, float],
-        noise_multiplier: float,
+        noise_multiplier: float | None = None,
         sampler: Sampler | None = None,
         ledger: Ledger | None = None,
         *,
+        mechanism: Mechanism | None = None,
         noise: NoiseSource | None = None,
         label: str = "",
         step: int = 0,
@@ -167,25 +169,28 @@ class Gate:
         for group, value in self.clips.items():
             if not value > 0:
                 raise ValueError(f"clip={value}{f' of {group!r}' if group else ''}: must be > 0")
+        self.clip = math.hypot(*self.clips.values())
         if not self.clips:
             raise ValueError("clip: no groups were given; give a number or one clip per group")
-        self.clip = math.hypot(*self.clips.values())
-        self.noise_multiplier = _sigma(noise_multiplier, self.clip)
+        if (noise_multiplier is None) == (mechanism is None):
+            raise ValueError("noise_multiplier, mechanism: give one of the two, and not both")
+        self.mechanism = GaussianNoise(noise_multiplier or 0.0) if mechanism is None else mechanism
+        self.noise_multiplier = self._sigma(self.mechanism.noise_multiplier)
         self.sampler = sampler
         self.ledger = Ledger() if ledger is None else ledger
         self.noise = NoiseSource() if noise is None else noise
-        self.label = label
-        self.step = step
+        self.label, self.step = label, step
         self._precision = _Precision(1.0, torch.float32)
         self._watchers = tuple(watchers)
         self._auditor = auditor
         self._guard, self._process = threading.RLock(), os.getpid()
         self.attempt = Attempt.new() if attempt is None else attempt
         check_relation(self._event(self.noise_multiplier, 1, step), self.ledger.relation)
-        charged = attempt is not None and self.noise.private
         self._hidden = self.noise.private
-        known = self.ledger.covered(self.attempt, step, self.clip) if charged else ()
-        self._reserved = deque(known)
+        self._reserved: deque[float] = deque()
+        if attempt is not None and self.noise.private:
+            name = self.mechanism.name
+            self._reserved.extend(self.ledger.covered(attempt, step, self.clip, name))
 
     @property
     def sensitivity(self) -> float:
@@ -240,54 +245,43 @@ class Gate:
         self._check_size(contributions.batch_size)
         _check_keep(keep, contributions.batch_size)
         self._groups(contributions.shapes)
+        self.mechanism.check(contributions.shapes)
         if mean and self.sampler is None:
-            raise ValueError(
-                "mean=True: needs a sampler, whose expected batch size divides the sum"
-            )
+            needs = "needs a sampler, whose expected batch size divides the sum"
+            raise ValueError(f"mean=True: {needs}")
         with self._mine():
-            return self._release(contributions, sigma, mean, keep, records)
-
-    def _release(
-        self,
-        contributions: Clippable,
-        sigma: float,
-        mean: bool,
-        keep: Tensor | None,
-        records: Tensor | None,
-    ) -> dict[str, Tensor]:
-        self._precision = self._precision_of(contributions, sigma)
-        if not self._reserved:
-            self.reserve(1, sigma)
-        elif self._auditor is not None:
-            self.ledger.observe()
-        elif self._hidden and not self.noise.private:
-            raise ValueError(
-                "noise: the releases were reserved with private noise, and this source is seeded; "
-                "make a gate of its own for it"
-            )
-        if self._reserved.popleft() != sigma:
-            raise ValueError(
-                f"noise_multiplier={sigma:g}: another value was reserved for this release; "
-                f"reserve in the order of use"
-            )
-        event = self._event(sigma, 1, self.step)
-        self.step += 1
-        norms: list[Tensor] = []
-        if self._auditor is None:
-            release = self._noised(self._clipped_sum(contributions, keep, norms), sigma)
-        else:
-            masked = self._auditor.keep(records, contributions.batch_size)
-            if masked is not None:
-                keep = masked if keep is None else keep & masked.to(keep.device)
-            sums = self._clipped_sum(contributions, keep, norms)
-            release = self._auditor.release(self, event, sums)
-        dtype = contributions.dtype
-        release = {n: v if v.dtype is dtype else v.to(dtype) for n, v in release.items()}
-        if mean and self.sampler is not None:
-            release = {n: value / self.sampler.batch_size for n, value in release.items()}
-        for watcher in self._watchers:
-            watcher(event, self.clip, torch.cat(norms) if norms else torch.zeros(0))
-        return release
+            self._precision = self._precision_of(contributions, sigma)
+            if not self._reserved:
+                self.reserve(1, sigma)
+            elif self._auditor is not None:
+                self.ledger.observe()
+            elif self._hidden and not self.noise.private:
+                raise ValueError(
+                    "noise: the releases were reserved with private noise, and this source is "
+                    "seeded; make a gate of its own for it"
+                )
+            if self._reserved.popleft() != sigma:
+                raise ValueError(
+                    f"noise_multiplier={sigma:g}: another value was reserved for this release; "
+                    f"reserve in the order of use"
+                )
+            event = self._event(sigma, 1, self.step)
+            self.step += 1
+            norms: list[Tensor] = []
+            if self._auditor is None:
+                release = self._noised(self._clipped_sum(contributions, keep, norms), sigma)
+            else:
+                masked = self._auditor.keep(records, contributions.batch_size)
+                if masked is not None:
+                    keep = masked if keep is None else keep & masked.to(keep.device)
+                sums = self._clipped_sum(contributions, keep, norms)
+                release = self._auditor.release(self, event, sums)
+            release = {n: value.to(contributions.dtype) for n, value in release.items()}
+            if mean and self.sampler is not None:
+                release = {n: value / self.sampler.batch_size for n, value in release.items()}
+            for watcher in self._watchers:
+                watcher(event, self.clip, torch.cat(norms) if norms else torch.zeros(0))
+            return release
 
     def statement(self, **details: Any) -> PrivacyStatement:
         """Return the statement of everything in the ledger; see `PrivacyStatement.of`."""
@@ -299,8 +293,7 @@ class Gate:
             drawn = self._precision.dtype
             if drawn is torch.float64:
                 sums = {name: value.double() for name, value in sums.items()}
-            self.noise.add(sums, sigma * self.clip, drawn)
-            self.noise.prepare(sums, drawn)
+            self._mechanism(sigma).add(sums, self.clip, drawn, self.noise)
         return sums
 
     def _precision_of(self, contributions: Clippable, sigma: float) -> _Precision:
@@ -317,8 +310,7 @@ class Gate:
             dtype = torch.float64
         spacing(sigma * self.clip, dtype)
         least = _SMALLEST_CLIP[contributions.dtype]
-        smallest = min(self.clips.values())
-        if smallest < least:
+        if (smallest := min(self.clips.values())) < least:
             raise ValueError(
                 f"clip={smallest:g}: contributions in {contributions.dtype} need {least:g} or "
                 f"more; use larger contributions and a larger clip"
@@ -371,8 +363,7 @@ class Gate:
                     f"clip: the group {group!r} has no parameter of its own among "
                     f"{names}; every parameter must begin with exactly one group's name"
                 )
-        left = sorted(set(names) - set(taken))
-        if left:
+        if left := sorted(set(names) - set(taken)):
             raise ValueError(f"clip: {left} belong to no group; add a group for them")
         return groups
 
@@ -403,17 +394,29 @@ class Gate:
         return self._guard
 
     def _event(self, sigma: float, count: int, start: int) -> Event:
-        if self.sampler is None:
-            return Event("full-batch", sigma, count)
-        event = self.sampler.event(sigma, count, start)
+        event = Event("full-batch", sigma, count)
+        if self.sampler is not None:
+            event = self.sampler.event(sigma, count, start)
         if event.partition:
-            return dataclasses.replace(event, order=self.attempt.key)
-        return event
+            event = dataclasses.replace(event, order=self.attempt.key)
+        return self._mechanism(sigma).on(event)
+
+    def _mechanism(self, sigma: float) -> Mechanism:
+        if sigma == self.mechanism.noise_multiplier:
+            return self.mechanism
+        return dataclasses.replace(self.mechanism, noise_multiplier=sigma)
 
     def _sigma(self, noise_multiplier: float | None) -> float:
+        """Return sigma of a release, checked; the gate's own by default."""
         if noise_multiplier is None:
             return self.noise_multiplier
-        return _sigma(noise_multiplier, self.clip)
+        sigma = self._mechanism(noise_multiplier).noise_multiplier
+        if sigma > 0 and not math.isfinite(self.clip):
+            raise ValueError(
+                f"clip={self.clip}: noise is a multiple of the clip; give a finite clip, or "
+                f"noise_multiplier=0 for an open gate, which is not private"
+            )
+        return sigma
 
     def _check_size(self, size: int) -> None:
         if self.sampler is None or not self.ledger.relation.public_size:
@@ -428,15 +431,10 @@ class Gate:
 
 
 def _check_keep(keep: Tensor | None, size: int) -> None:
-    if keep is None:
+    if keep is None or (keep.dtype is torch.bool and keep.shape == (size,)):
         return
-    if not isinstance(keep, Tensor) or keep.dtype is not torch.bool:
-        kind = keep.dtype if isinstance(keep, Tensor) else type(keep).__name__
-        raise ValueError(f"keep: is {kind}; give a tensor of true or false, one per example")
-    if keep.shape != (size,):
-        raise ValueError(
-            f"keep: has shape {tuple(keep.shape)} for a batch of {size}; give one per example"
-        )
+    given = f"is a tensor of {keep.dtype} and shape {tuple(keep.shape)}"
+    raise ValueError(f"keep: {given}; give one of true or false for each of {size} examples")
 
 
 def _factor(norms: Tensor, clip: float) -> Tensor:
@@ -450,14 +448,3 @@ def _clipped_norms(chunk: Clippable, w: Tensor | dict[str, Tensor]) -> Tensor:
         return (w * chunk.norms()).nan_to_num_(0.0)
     parts = [w[name].square() * square for name, square in chunk.squared_norms().items()]
     return torch.stack(parts).sum(0).sqrt_().nan_to_num_(0.0)
-
-
-def _sigma(noise_multiplier: float, clip: float) -> float:
-    if not (0 <= noise_multiplier < math.inf):
-        raise ValueError(f"noise_multiplier={noise_multiplier}: must be a finite number >= 0")
-    if noise_multiplier > 0 and not math.isfinite(clip):
-        raise ValueError(
-            f"clip={clip}: noise is a multiple of the clip; give a finite clip, or "
-            f"noise_multiplier=0 for an open gate, which is not private"
-        )
-    return float(noise_multiplier)

@@ -145,16 +145,19 @@ class Ledger:
         with self._known() as entries:
             return entries.steps(run)
 
-    def covered(self, attempt: Attempt, step: int, clip: float | None = None) -> list[float]:
+    def covered(
+        self, attempt: Attempt, step: int, clip: float | None = None, noise: str | None = None
+    ) -> list[float]:
         """Return the sigmas of the steps from `step` on that are charged to an attempt already.
 
         Args:
             attempt: who makes them.
             step: the first of them.
             clip: of the releases; None for any.
+            noise: name of their mechanism; None for any.
         """
         with self._known() as entries:
-            return entries.covered(attempt, step, clip)
+            return entries.covered(attempt, step, clip, noise)
 
     def epsilon(self, delta: float | None = None, accountant: str | None = None) -> float:
         """Return epsilon of everything spent, at `delta` (by default the ledger's)."""

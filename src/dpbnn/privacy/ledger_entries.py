@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dpbnn.privacy.events import Event
+from dpbnn.privacy.events import Event, UnsupportedEvent
 from dpbnn.privacy.ledger_file import LedgerCorrupted
 from dpbnn.privacy.statement import LabelledEvent
 
@@ -86,7 +86,7 @@ class Entries:
                     )
                 self.header = values
             elif "mechanism" in values:
-                event = Event.from_dict(values["event"])
+                event = self._event(values["event"])
                 mechanism = LabelledEvent(event, values["label"], values["clip"])
                 self._mechanisms[mechanism] = self._next(self._mechanisms, values["mechanism"])
             elif "attempt" in values:
@@ -154,7 +154,9 @@ class Entries:
         spends = (spend for spend in self.spends if spend.attempt in mine)
         return len({spend.step + i for spend in spends for i in range(spend.count)})
 
-    def covered(self, attempt: Attempt, step: int, clip: float | None) -> list[float]:
+    def covered(
+        self, attempt: Attempt, step: int, clip: float | None, noise: str | None
+    ) -> list[float]:
         """Return the sigmas of the steps from `step` on that are charged to an attempt already."""
         mechanisms = list(self._mechanisms)
         charged = {
@@ -162,6 +164,7 @@ class Entries:
             for spend in self.spends
             if spend.attempt == self._attempts.get(attempt)
             and clip in (None, mechanisms[spend.mechanism].clip)
+            and noise in (None, mechanisms[spend.mechanism].event.mechanism)
             for i in range(spend.count)
         }
         found = []
@@ -169,6 +172,15 @@ class Entries:
             found.append(charged[step])
             step += 1
         return found
+
+    def _event(self, values: dict[str, Any]) -> Event:
+        try:
+            return Event.from_dict(values)
+        except UnsupportedEvent as error:
+            raise UnsupportedEvent(
+                f"{self.path}: holds releases that nothing here can account for ({error}); import "
+                f"the module that registers their sampler or mechanism before opening the ledger"
+            ) from None
 
     def _next(self, known: Mapping[Any, int], number: int) -> int:
         """Return the number of a new mechanism or attempt, which follows that of the last one."""

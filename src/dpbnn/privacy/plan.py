@@ -161,6 +161,7 @@ class Plan(_Budget):
             "sampling": self.sampling,
             "n": self.n,
             "batch_size": self.batch_size,
+            **({"parameters": dict(self.sampler.parameters)} if self.sampler.parameters else {}),
             "noise_multipliers": [list(run) for run in self.noise_multipliers],
             "steps": self.steps,
             "epsilon": self.epsilon if self.private else None,
@@ -182,8 +183,9 @@ class Plan(_Budget):
         schema = values.get("schema")
         if schema != 1:
             raise ValueError(f"schema={schema!r}: this version reads plans of schema 1")
+        given = {name: values[name] for name in ("sampling", "n", "batch_size")}
         return _settle(
-            sampler(values["sampling"], values["n"], values["batch_size"]),
+            sampler(**given, **values.get("parameters", {})),
             tuple((float(sigma), int(count)) for sigma, count in values["noise_multipliers"]),
             values["delta"],
             Relation.parse(values["relation"]),
@@ -376,7 +378,7 @@ def open_plan(
     length = read_length(draw, epochs, steps)
     if length is None:
         raise ValueError("epochs and steps are missing: give one of them")
-    relation = Relation.REPLACE_ONE if draw.name == "fixed-size" else Relation.ZERO_OUT
+    relation = draw.relations[0]
     return Plan(draw, ((0.0, length),), 1e-5, math.inf, relation, "rdp")
 
 

@@ -1,8 +1,13 @@
-"""Samplers: which records take part in a release, and the privacy event that follows from it."""
+"""Samplers: which records take part in a release, and the privacy event that follows from it.
+
+A new sampler is one class, here or elsewhere: its name, the relations it allows, its batches, what
+dp-accounting calls its releases, and `@register`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import hashlib
 import math
 import re
@@ -10,17 +15,43 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from dpbnn.privacy.checks import check_numbers
-from dpbnn.privacy.events import Event
 from dpbnn.privacy.keys import ratchet
+from dpbnn.privacy.mechanisms import parameters
+from dpbnn.privacy.relation import Relation
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["FixedSize", "FullBatch", "Partition", "Poisson", "Sampler", "sampler"]
+    from dpbnn.privacy.events import Event
+
+__all__ = ["FixedSize", "FullBatch", "Partition", "Poisson", "Sampler", "register", "sampler"]
+
+SAMPLERS: dict[str, type[Sampler]] = {}
+"""Every sampler that events, ledgers and plans can name."""
+
+_Kind = TypeVar("_Kind", bound="type[Sampler]")
+
+
+def register(kind: _Kind) -> _Kind:
+    """Make a sampler known by its name; a decorator of the class."""
+    if kind.participation is Participation.INDEPENDENT and Relation.REPLACE_ONE in kind.relations:
+        raise ValueError(f"sampling {kind.name!r}: INDEPENDENT has no analysis under replace-one")
+    if SAMPLERS.setdefault(kind.name, kind) is not kind:
+        raise ValueError(f"sampling {kind.name!r}: is registered already; choose another name")
+    return kind
+
+
+class Participation(enum.Enum):
+    """How a record gets into releases, where there is a closed form for Gaussian noise."""
+
+    EVERY = "every record may be in every release"
+    BY_POSITION = "a record is in one release of each pass, fixed by its position"
+    INDEPENDENT = "every record joins every release independently, with probability rate"
+    OTHER = "what `Sampler.dp_event` says"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +61,26 @@ class Sampler(ABC):
     Attributes:
         n: number of records, public; under add/remove the expected one.
         batch_size: expected batch size, public; what sums are divided by, never the realised size.
+        name: what events, ledgers and plans call it.
+        words: how messages call it, by default by its name.
+        relations: neighbouring relations that the analysis covers.
+        participation: which closed form holds, if any.
+        by_position: whether it matters which batches of the sequence were released; then events
+            keep their start, and are added up only where one follows on the other.
+        whole: whether the batch size must be a whole number.
+        any_number: whether the data may have another number of records than n, under add/remove.
     """
 
     n: int
     batch_size: float
 
     name: ClassVar[str]
+    words: ClassVar[str] = ""
+    relations: ClassVar[tuple[Relation, ...]]
+    participation: ClassVar[Participation] = Participation.OTHER
+    by_position: ClassVar[bool] = False
+    whole: ClassVar[bool] = True
+    any_number: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_numbers(n=self.n, batch_size=self.batch_size)
@@ -48,7 +93,7 @@ class Sampler(ABC):
             )
         if int(self.batch_size) == self.batch_size:
             object.__setattr__(self, "batch_size", int(self.batch_size))
-        elif not isinstance(self, Poisson):
+        elif self.whole:
             raise ValueError(f"batch_size={self.batch_size}: must be a whole number here")
         object.__setattr__(self, "n", int(self.n))
 
@@ -77,15 +122,38 @@ class Sampler(ABC):
         return min(size, self.n)
 
     def event(self, noise_multiplier: float, count: int = 1, start: int = 0) -> Event:
-        """Return the event of releasing batches `start` to `start + count - 1` with this noise."""
+        """Return the event of batches `start` to `start + count - 1` with Gaussian noise."""
+        from dpbnn.privacy.events import Event
+
         return Event(
             sampling=self.name,
             noise_multiplier=float(noise_multiplier),
             count=int(count),
             n=self.n,
             batch_size=self.batch_size,
-            start=int(start) if isinstance(self, Partition) else 0,
+            start=int(start) if self.by_position else 0,
+            parameters=self.parameters,
         )
+
+    @property
+    def parameters(self) -> tuple[tuple[str, Any], ...]:
+        """Public settings beside n and batch_size, as (name, value)."""
+        return parameters(self, ("n", "batch_size"))
+
+    @classmethod
+    def dp_event(cls, event: Event, noise: Any) -> Any:
+        """Return dp-accounting's event of all releases of `event`, for the worst record.
+
+        Unless they go `by_position`, the releases can be of any steps and any runs. By default
+        every one of them may hold the record.
+
+        Args:
+            event: of this sampler.
+            noise: dp-accounting's event of one release that holds the record for sure.
+        """
+        import dp_accounting
+
+        return dp_accounting.SelfComposedDpEvent(noise, event.count)
 
     def batches(
         self,
@@ -118,7 +186,7 @@ class Sampler(ABC):
             raise ValueError(f"key: has {len(key)} bytes, must have 16 to 64")
         if records is None:
             records = self.n
-        elif records != self.n and not isinstance(self, Poisson | FullBatch):
+        elif records != self.n and not self.any_number:
             raise ValueError(
                 f"records: {self.name} sampling takes exactly n={self.n}; use 'poisson' or "
                 f"'full-batch' where the number of records is not public"
@@ -135,6 +203,7 @@ class Sampler(ABC):
     def _draw(self, step: int, generator: np.random.Generator, records: int) -> np.ndarray: ...
 
 
+@register
 class Poisson(Sampler):
     """Every record joins every batch independently with probability q = batch_size / n.
 
@@ -146,6 +215,17 @@ class Poisson(Sampler):
     """
 
     name = "poisson"
+    relations = (Relation.ZERO_OUT, Relation.ADD_REMOVE)
+    participation = Participation.INDEPENDENT
+    whole = False
+    any_number = True
+
+    @classmethod
+    def dp_event(cls, event: Event, noise: Any) -> Any:
+        """Return Poisson-sampled releases."""
+        import dp_accounting
+
+        return super().dp_event(event, dp_accounting.PoissonSampledDpEvent(event.rate, noise))
 
     def size(self, step: int) -> int | None:
         """Return None: the size is random."""
@@ -165,15 +245,27 @@ class Poisson(Sampler):
         return batch[: np.searchsorted(batch, records)]
 
 
+@register
 class FixedSize(Sampler):
     """Every batch is a uniform subset of exactly batch_size records, afresh each time."""
 
     name = "fixed-size"
+    words = "fixed-size sampling without replacement"
+    relations = (Relation.REPLACE_ONE,)
+
+    @classmethod
+    def dp_event(cls, event: Event, noise: Any) -> Any:
+        """Return releases sampled without replacement."""
+        import dp_accounting
+
+        one = dp_accounting.SampledWithoutReplacementDpEvent(event.n, event.batch_size, noise)
+        return super().dp_event(event, one)
 
     def _draw(self, step: int, generator: np.random.Generator, records: int) -> np.ndarray:
         return generator.choice(self.n, size=int(self.batch_size), replace=False, shuffle=False)
 
 
+@register
 class Partition(Sampler):
     """Disjoint batches fixed by position, visited in order, pass after pass.
 
@@ -186,6 +278,16 @@ class Partition(Sampler):
     """
 
     name = "partition"
+    relations = (Relation.ZERO_OUT, Relation.REPLACE_ONE)
+    participation = Participation.BY_POSITION
+    by_position = True
+
+    @classmethod
+    def dp_event(cls, event: Event, noise: Any) -> Any:
+        """Return the most releases that one batch can have had."""
+        batches = math.ceil((event.n or 0) / (event.batch_size or 1))
+        most = dataclasses.replace(event, count=math.ceil(event.count / batches))
+        return super().dp_event(most, noise)
 
     @property
     def batches_per_pass(self) -> int:
@@ -208,10 +310,14 @@ class Partition(Sampler):
         return np.arange(first, min(first + int(self.batch_size), self.n))
 
 
+@register
 class FullBatch(Sampler):
     """Every batch is all records: n, but under add/remove."""
 
     name = "full-batch"
+    relations = tuple(Relation)
+    participation = Participation.EVERY
+    any_number = True
 
     def __init__(self, n: int, batch_size: float | None = None) -> None:
         object.__setattr__(self, "n", n)
@@ -229,25 +335,22 @@ class FullBatch(Sampler):
         return np.arange(records)
 
 
-_SAMPLERS: dict[str, type[Sampler]] = {
-    "poisson": Poisson,
-    "fixedsize": FixedSize,
-    "partition": Partition,
-    "fullbatch": FullBatch,
-    "full": FullBatch,
-}
-
-
-def sampler(sampling: str, n: int, batch_size: float | None = None) -> Sampler:
+def sampler(sampling: str, n: int, batch_size: float | None = None, **parameters: Any) -> Sampler:
     """Return the sampler that `sampling` names: poisson, fixed-size, partition or full-batch."""
-    kind = _SAMPLERS.get(re.sub(r"[^a-z]", "", str(sampling).lower()))
+    known: dict[str, type[Sampler]] = {_letters(name): kind for name, kind in SAMPLERS.items()}
+    known["full"] = FullBatch
+    kind = known.get(_letters(sampling))
     if kind is None:
-        names = ", ".join(repr(c.name) for c in (Poisson, FixedSize, Partition, FullBatch))
+        names = ", ".join(repr(name) for name in SAMPLERS)
         raise ValueError(f"sampling={sampling!r}: must be one of {names}; the default is 'poisson'")
     if batch_size is None:
-        if kind is not FullBatch:
+        if kind.participation is not Participation.EVERY:
             raise ValueError(
                 f"batch_size: missing; {kind.name} sampling needs the expected batch size"
             )
         batch_size = n
-    return kind(n, batch_size)
+    return kind(n, batch_size, **parameters)
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z]", "", str(name).lower())

@@ -13,6 +13,7 @@ from typing import Any
 from dpbnn.privacy import accountants
 from dpbnn.privacy.checks import round_up
 from dpbnn.privacy.events import Event
+from dpbnn.privacy.mechanisms import MECHANISMS
 from dpbnn.privacy.relation import Relation
 
 __all__ = ["UNKNOWN", "LabelledEvent", "PrivacyStatement", "item", "joined", "statement_of"]
@@ -63,14 +64,18 @@ class LabelledEvent:
             "releases": event.count,
             "ledger": self.ledger,
             **({"start": event.start, "order": event.order} if event.partition else {}),
+            **{k: v for k, v in event.to_dict().items() if k in ("mechanism", "parameters")},
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LabelledEvent:
         """Rebuild the releases from `to_dict`."""
-        names = ("sampling", "noise_multiplier", "n", "batch_size", "start", "order")
+        names = (
+            "sampling", "noise_multiplier", "n", "batch_size", "start", "order", "mechanism",
+            "parameters",
+        )  # fmt: skip
         given = {name: values[name] for name in names if name in values}
-        event = Event(count=values["releases"], **given)
+        event = Event.from_dict({"count": values["releases"], **given})
         return cls(event, values["label"], values["clip"], values.get("ledger", ""))
 
 
@@ -362,7 +367,9 @@ def _caveats(
 
 
 def _describe(mechanism: dict[str, Any]) -> str:
-    text = f"{mechanism['releases']} releases of clipped sums with Gaussian noise, sigma = "
+    noise = mechanism.get("mechanism", "gaussian")
+    words = MECHANISMS[noise].words if noise in MECHANISMS else f"{noise} noise, scale"
+    text = f"{mechanism['releases']} releases of clipped sums with {words} = "
     text += f"{mechanism['noise_multiplier']:.6g} x clip"
     if mechanism["clip"] is not None:
         text += f" {mechanism['clip']:g}"
