@@ -16,7 +16,7 @@ from dpbnn.privacy.events import Event, UnsupportedEvent
 from dpbnn.privacy.mechanisms import MECHANISMS
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.relation import Relation
-from dpbnn.privacy.statement import PrivacyStatement, event_of
+from dpbnn.privacy.statement import LabelledEvent, PrivacyStatement
 
 DELTA = 1e-3
 
@@ -134,7 +134,7 @@ def test_the_statement_names_it_and_gaussian_ones_are_as_before(monkeypatch):
     assert "Laplace noise, scale = 2 x clip 1" in " ".join(str(statement).split())
     again = PrivacyStatement.from_json(statement.to_json())
     assert again == statement
-    assert event_of(again.mechanisms[0]) == gate.ledger.events[0]
+    assert LabelledEvent.from_dict(again.mechanisms[0]).event == gate.ledger.events[0]
     monkeypatch.delitem(MECHANISMS, "laplace")
     assert "laplace noise, scale = 2" in " ".join(str(again).split())
     gaussian = dpbnn.Gate(1.0, mechanism=dpbnn.GaussianNoise(2.0))
