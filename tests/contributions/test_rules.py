@@ -339,3 +339,16 @@ def test_a_learned_noise(positions):
     attached = attach(model, likelihood)
     assert all(unit.rule is not None for unit in attached.units)
     assert_matches(attached(x, y), per_example(model, likelihood, x, y))
+
+
+def test_layers_without_parameters_are_left_alone():
+    """Those that normalise hold none here, so examples may lie on any axis there."""
+    folded = Apply(lambda x: x.flatten(0, 1))
+    back = Apply(lambda x: torch.unflatten(x, 0, (-1, 2)).flatten(1))
+    norm = nn.InstanceNorm2d(3)
+    model = nn.Sequential(folded, norm, nn.LayerNorm(4, elementwise_affine=False), back,
+                          nn.Linear(96, 5))  # fmt: skip
+    attached = attach(model, "categorical")
+    assert [unit.path for unit in attached.units] == ["4"]
+    x, y = torch.randn(3, 2, 3, 4, 4), torch.randint(0, 5, (3,))
+    assert_matches(attached(x, y), per_example(model, "categorical", x, y))

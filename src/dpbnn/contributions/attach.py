@@ -23,7 +23,7 @@ from dpbnn.likelihoods import Likelihood
 from dpbnn.likelihoods import likelihood as named_likelihood
 from dpbnn.messages import unquoted
 from dpbnn.networks.gaussian import GaussianLayer
-from dpbnn.networks.layers import is_whole, rule_of
+from dpbnn.networks.layers import is_whole, registered, rule_of
 from dpbnn.privacy.checks import first_line, quoted
 from dpbnn.privacy.module_state import Change
 
@@ -207,8 +207,7 @@ class Attached:
                 return
             seen.add(id(module))
             rule, names = rule_of(module), self._names(module)
-            gaussian = isinstance(module, GaussianLayer)
-            if gaussian and names and rule is None:
+            if isinstance(module, GaussianLayer) and names and rule is None:
                 raise UnsupportedModel(
                     f"{describe(model, path)} has its own forward; record GaussianLinear "
                     "or GaussianConv2d as they are."
@@ -217,7 +216,7 @@ class Attached:
             if own or (names and is_whole(module)):
                 units.append(Unit(path, rule, names))
                 seen.update(id(m) for m in module.modules())
-            elif rule is not None and (gaussian or not list(module.parameters())):
+            elif rule is not None and registered(module).always:
                 units.append(Unit(path, rule, {}))
             else:
                 for name, child in module.named_children():

@@ -66,6 +66,7 @@ class Layer:
     plain: type[nn.Module] | None = None
     saved: Callable[[Any], dict[str, Any]] | None = arguments
     whole: bool = False
+    always: bool = False
     usual: Callable[[Any], bool] | None = None
 
 
@@ -81,6 +82,7 @@ def register(
     gaussian: type[GaussianLayer] | None = None,
     saved: Callable[[Any], dict[str, Any]] | None = arguments,
     whole: bool = False,
+    always: bool = False,
     usual: Callable[[Any], bool] | None = None,
 ) -> None:
     """Register a layer, and its Gaussian version with it.
@@ -93,11 +95,12 @@ def register(
         saved: gives the constructor's arguments, for saving; they must be JSON values. By default
             attributes of the same names; None if the layer cannot be saved.
         whole: whether the rule speaks for the modules within the layer too.
+        always: whether the rule is used even where no parameter is released.
         usual: whether the rule is right for a module of this class; it always is by default.
     """
-    found = [Layer(kind, rule, gaussian, None, saved, whole, usual)]
+    found = [Layer(kind, rule, gaussian, None, saved, whole, always, usual)]
     if gaussian is not None:
-        found.append(Layer(gaussian, rule, None, kind, saved, whole, usual))
+        found.append(Layer(gaussian, rule, None, kind, saved, whole, True, usual))
     for layer in found:
         other = SAVED.get(layer.kind.__name__, layer.kind)
         if saved is not None and _path(other) != _path(layer.kind):

@@ -172,7 +172,7 @@ class SharedDropout(nn.Dropout):
 
 
 register(SharedDropout, saved=attributes("p", "inplace"))
-register(nn.MaxPool2d, pooling)
+register(nn.MaxPool2d, pooling, always=True)
 register(nn.PReLU, saved=attributes("num_parameters"))
 register(nn.Hardtanh, saved=attributes("min_val", "max_val", "inplace"))
 for _kind in (
