@@ -1,11 +1,14 @@
 """fit(): bad input, interrupts, resumes, and what a run may show."""
 
+import ast
 import errno
+import inspect
 import json
 import math
 import os
 import secrets
 import shutil
+import textwrap
 import threading
 
 import pytest
@@ -492,3 +495,25 @@ def test_bad_rows_are_not_counted_where_the_number_of_records_is_secret():
     with pytest.raises(ValueError, match="some rows cannot be used") as caught:
         dpbnn.fit(nn.Linear(4, 3), (x, y + 7), method=METHODS["sgd"], plan=secret)
     assert str(N) not in str(caught.value)
+
+
+def _handed_records(source):
+    """The functions that get `self.x` or `self.y` in a piece of code, by name."""
+    tree = ast.parse(textwrap.dedent(source))
+    inside = {}
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        for part in (p for given in call.args for p in ast.walk(given)):
+            inside[part] = ast.unparse(call.func)
+    return {
+        inside.get(node, "elsewhere")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) in ("self.x", "self.y")
+    }
+
+
+def test_a_private_step_hands_records_to_contribute_alone():
+    from dpbnn.open_training import OpenRun
+    from dpbnn.training import _Run
+
+    assert _handed_records(inspect.getsource(_Run)) == {"self.process.contribute"}
+    assert _handed_records(inspect.getsource(OpenRun)) != {"self.process.contribute"}

@@ -230,8 +230,8 @@ class _Run(Run):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        nothing = self.process.draw(self.state), self.x[:0], self.y[:0]
-        self.process.contribute(*nothing)  # refuses what is not per example
+        drawn = self.process.draw(self.state)
+        self.process.contribute(drawn, self.x[:0], self.y[:0])  # refuses what is not per example
 
     def train(self, progress: bool) -> None:
         """Run the remaining steps; an interrupt leaves a checkpoint that can be gone on with."""
