@@ -123,7 +123,7 @@ def in_parameters(
     found = {}
     for path, gradient in release.items():
         layer, which = path.rsplit(".", 1)
-        scale = model.get_submodule(layer).rho_scale({which: draw[path]})[which]
+        scale = model.get_submodule(layer).at_with_scale({which: draw[path]})[1][which]
         found |= {f"{path}_mu": gradient, f"{path}_rho": scale.mul_(gradient)}
     return found
 
