@@ -85,6 +85,20 @@ BELOW = {
         "",
     },
     "runs": {"checkpoint", "privacy", "data", "estimators", "storage"},
+    "cli": {
+        "data",
+        "estimators",
+        "evaluation",
+        "messages",
+        "predictive",
+        "privacy",
+        "report",
+        "reproduce",
+        "runs",
+        "storage",
+        "",
+        "__version__",
+    },
     "reproduce": {
         "privacy",
         "contributions",
@@ -147,6 +161,44 @@ def test_imports_point_one_way(name):
     files = sorted(folder.glob("**/*.py")) if folder.is_dir() else [SOURCE / f"{name}.py"]
     assert files
     assert violations(name, files) == []
+
+
+def test_no_file_is_long():
+    long = {
+        p.name: n for p in SOURCE.glob("**/*.py") if (n := len(p.read_text().splitlines())) > 450
+    }
+    assert not long
+
+
+def switches(files):
+    """Ways to change what a gate does from far away: context variables, thread-local switches."""
+    return [
+        (path.name, node.id if isinstance(node, ast.Name) else node.attr)
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Name | ast.Attribute)
+        and (node.id if isinstance(node, ast.Name) else node.attr) in ("ContextVar", "contextvars")
+    ]
+
+
+def test_privacy_has_no_context_variable(tmp_path):
+    assert switches(SOURCE.glob("**/*.py")) == []
+    wrong = tmp_path / "gate.py"
+    wrong.write_text("import contextvars\nX = contextvars.ContextVar('x')\n")
+    assert switches([wrong])
+
+
+def test_nobody_needs_audits_or_the_papers():
+    """But the command, and names that `dpbnn` looks up when they are asked for."""
+    found = {
+        (path.relative_to(SOURCE).as_posix(), module)
+        for path in SOURCE.glob("**/*.py")
+        for module in imports(path)
+        if room(module) in ("audit", "reproduce")
+        and path != SOURCE / "__init__.py"
+        and path.relative_to(SOURCE).parts[0].removesuffix(".py") not in ("audit", "reproduce")
+    }
+    assert found == {("cli/program.py", "dpbnn.reproduce.command")}
 
 
 def test_the_architecture_test_would_see_a_wrong_import(tmp_path):
