@@ -103,6 +103,37 @@ def test_a_manifest_reaches_no_file_outside(tmp_path, name):
         read(folder)
 
 
+@pytest.mark.parametrize("broken", ["not a mapping", "no files", "null files", "empty files"])
+def test_a_manifest_that_checks_nothing_is_refused(tmp_path, broken):
+    folder = saved(tmp_path / "a")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["files"]
+    changed = {
+        "not a mapping": [manifest],
+        "no files": manifest,
+        "null files": {**manifest, "files": None},
+        "empty files": {**manifest, "files": {}},
+    }
+    (folder / "manifest.json").write_text(json.dumps(changed[broken]))
+    with pytest.raises(ValueError, match=r"manifest\.json .* copy the whole folder"):
+        read(folder)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a right there")
+@pytest.mark.parametrize("there", ["saved", "empty", "missing"])
+def test_a_link_to_a_folder_stays_a_link(tmp_path, there):
+    target, link = tmp_path / "a", tmp_path / "link"
+    if there == "saved":
+        saved(target)
+    elif there == "empty":
+        target.mkdir()
+    link.symlink_to(target, target_is_directory=True)
+    saved(link, "two", overwrite=True)
+    assert read(target)["value"] == "two"
+    assert link.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "link"]
+
+
 def test_a_folder_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     folder = saved(tmp_path / "a")
 

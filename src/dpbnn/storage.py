@@ -77,7 +77,8 @@ def new_folder(folder: Path, what: str, *, overwrite: bool) -> Iterator[Path]:
             stands.
     """
     _check_place(folder, what, overwrite)
-    parent = folder.absolute().parent
+    folder = folder.resolve()  # a link stays, and what it leads to is replaced
+    parent = folder.parent
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=parent))
     try:
         yield partial
@@ -146,6 +147,8 @@ def read_manifest(folder: Path, format: str, origin: str) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise ValueError(f"{path} cannot be read ({error}); save it again.") from None
+    if not isinstance(manifest, dict):
+        raise ValueError(f"{path} is not a manifest; copy the whole folder again.")
     found = manifest.get("format"), manifest.get("version")
     if found[0] != format or found[1] not in range(1, VERSION + 1):
         raise ValueError(
@@ -154,6 +157,9 @@ def read_manifest(folder: Path, format: str, origin: str) -> dict[str, Any]:
             f"it ({manifest.get('versions', {}).get('dpbnn', 'unknown')}) or a newer one."
         )
     manifest["files"] = _files(manifest)
+    listed = isinstance(manifest["files"], dict) and (manifest["files"] or path.name == _FIRST)
+    if not listed:
+        raise ValueError(f"{path} lists no files to check; copy the whole folder again.")
     for name, expected in manifest["files"].items():
         inside = not Path(name).is_absolute() and ".." not in Path(name).parts
         if not inside or not (folder / name).is_file():

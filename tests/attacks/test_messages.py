@@ -532,6 +532,15 @@ def test_item_49_targets_of_estimators(make, target, mode):
     quiet(lambda: make(epsilon=None, classes=None, on_bad_rows=mode).fit(x, y), raises=False)
 
 
+@pytest.mark.parametrize("mode", ["error", "zero"])
+@pytest.mark.parametrize("kind", [list, np.str_, np.bytes_, object])
+def test_item_49_text_targets_of_a_regression(kind, mode):
+    """NumPy's arrays of text pass scikit-learn's checks; the cell must not be quoted later."""
+    x, y = tensors()[0].numpy(), [*["0.5"] * (len(tensors()[0]) - 1), TEXT]
+    given = y if kind is list else np.array(y, dtype=kind)
+    quiet(lambda: regressor(on_bad_rows=mode).fit(x, given), mode)
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("make", [classifier, regressor])
 def test_item_49_settings_of_estimators(name, make):

@@ -328,6 +328,14 @@ def test_in_place_activations_after_a_layer():
     assert_matches(attach(model, "categorical")(x, y), per_example(model, "categorical", x, y))
 
 
+def test_in_place_activations_after_an_output_that_is_a_view():
+    model = nn.Sequential(
+        nn.Conv1d(2, 4, 2), nn.InstanceNorm1d(4, affine=True), nn.ReLU(inplace=True), nn.Flatten()
+    )
+    x, y = batch((2, 3), None)
+    assert_matches(attach(model, "categorical")(x, y), per_example(model, "categorical", x, y))
+
+
 @pytest.mark.parametrize("positions", [1, 4])
 def test_a_learned_noise(positions):
     """One log-variance for all examples, and for all positions of an example."""

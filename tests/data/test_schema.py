@@ -251,6 +251,15 @@ def test_a_learned_schema_says_that_it_is_not_private():
     assert Schema.learned({"a": [1, 2, 3], "y": [10, 2, 10]}, "y").target.bounds == (2.0, 10.0)
 
 
+def test_learned_categories_have_one_order():
+    """Text that reads as NaN is not smaller or larger than a number."""
+    values = ["5", "-nan", "a", "1", "nAn", "b", "3", "-NAN", "2"]
+    schema = Schema.learned({"a": values, "y": [*range(9)]}, "y")
+    assert schema.columns[0].categories == (
+        "1", "2", "3", "5", "-NAN", "-nan", "a", "b", "nAn",
+    )  # fmt: skip
+
+
 def test_a_good_table_passes_the_check(schema):
     schema.check(TABLE)
 

@@ -141,6 +141,16 @@ class PolarsFrame:
         return PolarsSeries(values[index])
 
 
+def test_parquet_files_take_as_many_names_as_columns(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pa.table({"a": [1], "b": [2]}), tmp_path / "t.parquet")
+    assert read_table(tmp_path / "t.parquet", names=["c", "d"]).names == ("c", "d")
+    with pytest.raises(TableError, match="has 2 columns and 1 names were given"):
+        read_table(tmp_path / "t.parquet", names=["c"])
+
+
 def test_polars_frames_by_their_interface():
     same(as_table(PolarsFrame()))
 

@@ -122,6 +122,14 @@ def test_a_number_may_stand_for_missing(tmp_path):
     np.testing.assert_array_equal(read_table(path, missing=["0"])["a"], [1, -999, np.nan])
 
 
+def test_infinity_may_stand_for_missing(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("a,b\n1,inf\n2,3\n")
+    table = read_table(path, missing=["inf"])
+    for part in (table, table.rows(0, 1), table.take([0, 1])):
+        assert np.isnan(part["b"][0])
+
+
 def test_numbers_in_lists_and_arrays_are_the_same():
     texts = ["1", "-2.5e3", "nan", "NA", "", "inf"]
     for given_texts in (texts, [*texts, "1_0"], [*texts, "word"], ["3", "4"], []):

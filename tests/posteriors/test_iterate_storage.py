@@ -160,6 +160,15 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path, keep):
         IterateWriter(tmp_path / "parts", LIKE, 5, start=7)
 
 
+@pytest.mark.parametrize("missing", [1, 30])
+def test_a_file_that_was_cut_off_is_not_gone_on_with(tmp_path, missing):
+    """Its lost iterates would be read as zeros once the file has its length again."""
+    write(tmp_path / "file", 4)
+    os.truncate(tmp_path / "file", (tmp_path / "file").stat().st_size - missing)
+    with pytest.raises(ValueError, match="is cut off"):
+        IterateWriter(tmp_path / "file", LIKE, 4, start=4)
+
+
 def test_a_resumed_run_leaves_an_exported_copy_alone(tmp_path):
     write(tmp_path / "file", 4)
     IterateStore(tmp_path / "file").export(tmp_path / "copy")

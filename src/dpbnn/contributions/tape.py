@@ -124,11 +124,12 @@ class Tape:
             alone: whether an example must have its only row on the first axis.
         """
         layout = self.layout(path, z)
+        if z._is_view():  # an operation in place on it would leave the recorded edge unused
+            z = z.clone()
         if layout == "shared":
             z = _stacked(z, self.batch, a.dim() > 1 and z.shape[0] == 1)
         if not z.requires_grad:
-            if z._is_view() or layout == "shared":
-                z = z.clone()
+            z = z.clone() if layout == "shared" else z
             anchor = torch.zeros((), requires_grad=True, device=z.device)
             z = _Anchor.apply(z, anchor)  # type: ignore[no-untyped-call]
         edge = get_gradient_edge(z)

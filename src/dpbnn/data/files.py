@@ -174,8 +174,14 @@ def _parquet(path: Path, names: Sequence[str] | None, on_bad_rows: str) -> Table
     try:
         columns = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError):
-        raise TableError(f"{path}: is a damaged Parquet file; copy or write it again") from None
-    columns = columns if names is None else columns.rename_columns(names)
+        alone(TableError(f"{path}: is a damaged Parquet file; copy or write it again"))
+    if names is not None:
+        if len(names) != columns.num_columns:
+            raise TableError(
+                f"{path}: has {columns.num_columns} columns and {len(names)} names were given; "
+                f"give one name per column"
+            )
+        columns = columns.rename_columns(names)
     return as_table(columns, source=str(path), on_bad_rows=on_bad_rows)
 
 

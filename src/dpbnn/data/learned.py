@@ -53,6 +53,7 @@ def distinct(table: Table, name: str) -> tuple[str, ...]:
 
 def _order(text: str) -> tuple[float, str]:
     try:
-        return float(text), text
+        number = float(text)
     except ValueError:
-        return math.inf, text
+        number = math.inf
+    return (math.inf if math.isnan(number) else number), text  # NaN has no place in an order

@@ -149,7 +149,7 @@ def numbers(raw: Held, missing: frozenset[str] = MISSING) -> tuple[np.ndarray, n
     if isinstance(raw, np.ndarray) and raw.dtype.kind in "biuf":
         return np.asarray(raw, dtype=np.float64), None
     if isinstance(raw, pa.Array):
-        if not any(map(_finite, missing)):
+        if not any(map(_reads_as_number, missing)):
             try:
                 values = np.from_dlpack(raw.cast(pa.float64()))
                 if not np.isnan(values).any():  # Arrow reads "nan(x)" too
@@ -342,9 +342,10 @@ def _number(value: str | None) -> float | None:
         return None
 
 
-def _finite(text: str) -> bool:
+def _reads_as_number(text: str) -> bool:
+    """Return whether a text would be read as a number; NaN is a missing value anyway."""
     number = _number(text)
-    return number is not None and math.isfinite(number)
+    return number is not None and not math.isnan(number)
 
 
 def _distinct(texts: pa.Array) -> tuple[list[str], np.ndarray]:

@@ -287,7 +287,8 @@ class PrivateBayes(BaseEstimator):
         numbers, show = y if self._regression else None, self.on_bad_rows == "show"
         with in_a_line(f"{cure} nothing", X, numbers, show=show):
             if self.on_bad_rows != "zero":
-                return validate_data(self, X, y, y_numeric=self._regression, **options)
+                found, y = validate_data(self, X, y, y_numeric=self._regression, **options)
+                return found, y.astype(np.float64) if self._regression else y
             found = check_array(as_numbers(X), ensure_all_finite=False, **options)
             validate_data(self, X, skip_check_array=True)  # takes names and number of columns
             y = column_or_1d(as_numbers(y) if self._regression else y, warn=True)

@@ -363,6 +363,9 @@ def _reopen(path: Path, layout: _Layout) -> FileIO:
             f"{path} was written with other parameters, capacity or dtype; resume with the "
             f"settings of the first run."
         )
+    if path.stat().st_size != layout.size:
+        file.close()
+        raise ValueError(f"{path} is cut off: iterates are missing; copy it again, or start anew.")
     return file
 
 
