@@ -100,3 +100,21 @@ class TestFillNormal:
         drawn = fill_normal(tensor.fill_(torch.inf))
         assert drawn is tensor
         assert drawn.isfinite().all()
+
+
+@pytest.mark.parametrize("how", ["hook", "pre-hook", "forward", "spectral norm"])
+def test_to_gaussian_drops_no_hook_silently(how):
+    layer = nn.Linear(3, 2)
+    if how == "hook":
+        layer.register_forward_hook(lambda module, inputs, output: 2 * output)
+    elif how == "pre-hook":
+        layer.register_forward_pre_hook(lambda module, inputs: None)
+    elif how == "forward":
+        layer.forward = lambda x: x
+    else:
+        layer = nn.utils.spectral_norm(layer)
+    with pytest.raises(ValueError, match="Linear: has hooks or a forward of its own"):
+        to_gaussian(nn.Sequential(layer, nn.ReLU()))
+    for parameter in layer.parameters():
+        parameter.requires_grad_(False)
+    assert type(to_gaussian(nn.Sequential(layer))[0]) is nn.Linear

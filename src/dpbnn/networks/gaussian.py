@@ -267,6 +267,11 @@ def _gaussian(module: nn.Module, rho: float, generator: torch.Generator | None) 
     kind = registered(module).gaussian
     if kind is None or not all(parameter.requires_grad for parameter in module.parameters()):
         return module
+    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+        raise ValueError(
+            f"{type(module).__name__}: has hooks or a forward of its own, such as spectral_norm's, "
+            f"which a Gaussian layer would not have; remove them, or freeze the layer"
+        )
     return kind.of(module, rho, generator)
 
 
