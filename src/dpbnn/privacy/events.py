@@ -149,7 +149,7 @@ def gaussian_mu(events: Iterable[Event], relation: Relation) -> float:
             continue
         if event.noise_multiplier == 0:
             return math.inf
-        if event.partition:
+        if event.partition and event.sampler.participation is Participation.BY_POSITION:
             key = (event.n or 0, event.batch_size or 0, event.order)
             partitions.setdefault(key, []).append(event)
         else:

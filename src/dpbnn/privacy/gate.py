@@ -189,8 +189,8 @@ class Gate:
         self._hidden = self.noise.private
         self._reserved: deque[float] = deque()
         if attempt is not None and self.noise.private:
-            name = self.mechanism.name
-            self._reserved.extend(self.ledger.covered(attempt, step, self.clip, name))
+            like = self._event(self.noise_multiplier, 1, 0)
+            self._reserved.extend(self.ledger.covered(attempt, step, self.clip, like))
 
     @property
     def sensitivity(self) -> float:
