@@ -164,6 +164,20 @@ def test_where_every_release_may_hold_the_record_nothing_is_divided_by_passes_or
     assert costs.epsilon([Window(100, 10).event(2.0, 10)], DELTA) == full
 
 
+def test_an_observer_takes_no_rate_for_a_chance_either(monkeypatch):
+    monkeypatch.setitem(SAMPLERS, "window", Window)
+    found = []
+    for draw in (dpbnn.FullBatch(100), Window(100, 10)):
+        event = draw.event(2.0, 2)
+        plan = dpbnn.Plan(draw, ((2.0, 4),), DELTA, 1.0, dpbnn.Relation.ZERO_OUT, "exact")
+        observer = dpbnn.BayesianAccountant()
+        observer.begin(plan, [event])
+        for _ in range(2):
+            observer.watch(draw.event(2.0), 1.0, torch.ones(10))
+        found.append(observer.raw_estimate().epsilon_mu)
+    assert found[0] == found[1]
+
+
 class Repeated(Sampler):
     """Draws with replacement: a record may be there as often as the batch is long."""
 

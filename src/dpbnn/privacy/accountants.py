@@ -179,9 +179,7 @@ class GDPCLT(Accountant):
 
     def _epsilon(self, events: list[Event], delta: float, relation: Relation) -> float:
         squared = sum(
-            e.count
-            * (e.rate if e.amplified else 1.0) ** 2
-            * expm1((relation.shift / e.noise_multiplier) ** 2)
+            e.count * e.chance**2 * expm1((relation.shift / e.noise_multiplier) ** 2)
             for e in events
         )
         return gaussian_epsilon(math.sqrt(squared), delta)
