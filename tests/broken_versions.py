@@ -698,7 +698,7 @@ def all_orders_are_one_partition(patch: Patch) -> None:
 
 
 def charges_serve_any_attempt(patch: Patch) -> None:
-    def covered(self, attempt, step, clip=None, noise=None):
+    def covered(self, attempt, step, clip=None, like=None):
         return [2.0] * max(0, self.releases - step)
 
     patch.setattr(Ledger, "covered", covered)

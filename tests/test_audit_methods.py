@@ -152,6 +152,34 @@ def test_a_method_that_goes_around_the_gate_is_found_out(way, message):
         dpbnn.replay(Leaking(way), classes(), 7, model=network()).check()
 
 
+@dataclasses.dataclass(frozen=True)
+class Counting(Leaking):
+    """A user's own method that has a second gate, as adaptive clipping has."""
+
+    name = "counting"
+
+    def start(self, problem):
+        return CountingProcess(self.way, problem)
+
+
+class CountingProcess(LeakingProcess):
+    def contribute(self, state, x, y):
+        if len(x):
+            wrong = self.way == "looks at another record"
+            values = torch.ones(len(x), 1) * (100.0 * (x[7] == 0).all() if wrong else 1.0)
+            gate = dpbnn.Gate(1.0, 2.0)
+            self.count = gate(DenseContributions(values), records=torch.arange(len(x)))["value"]
+        return super().contribute(state, x, y)
+
+
+def test_the_gates_that_a_method_makes_are_replayed_too():
+    result = dpbnn.replay(Counting("none"), classes(), 7, model=network()).check()
+    assert len(result.distances) == 8
+    wrong = Counting("looks at another record")
+    with pytest.raises(PrivacyBug, match="times its sensitivity"):
+        dpbnn.replay(wrong, classes(), 7, model=network()).check()
+
+
 def test_a_function_is_replayed_as_before():
     def mean(values):
         gate = dpbnn.Gate(clip=1.0, noise_multiplier=2.0)

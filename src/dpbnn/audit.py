@@ -1,8 +1,8 @@
 """Audits: what a release does when one record changes, and what else changes with it.
 
 An audit makes its own way to release, an `Auditor`, and gives it to the gates that run: to `fit` as
-an argument, to the gates of a user's function by standing in front of `Gate` while the function
-runs. It charges no ledger; every ledger that it meets says "not private" from then on.
+an argument, to those of a user's function or method by standing in front of `Gate`. It charges no
+ledger; every ledger that it meets says "not private" from then on.
 """
 
 from __future__ import annotations
@@ -171,10 +171,11 @@ def replay(
     )
 
     def trained(auditor: Auditor, rows: Any) -> dict[str, Any]:
-        posterior = fit(
-            network, rows, likelihood, prior, method, chosen, seed=seed, on_bad_rows="zero",
-            progress=False, _auditor=auditor,
-        )  # fmt: skip
+        with _gates_of(auditor):  # those of the method's own too
+            posterior = fit(
+                network, rows, likelihood, prior, method, chosen, seed=seed, on_bad_rows="zero",
+                progress=False, _auditor=auditor,
+            )  # fmt: skip
         return _public(posterior)
 
     if isinstance(neighbour, int) and not isinstance(neighbour, bool):
@@ -289,9 +290,8 @@ _replays = 0
 def _gates_of(auditor: Auditor) -> Iterator[None]:
     """Make this thread's gates and samplers the audit's, whoever made them, while a function runs.
 
-    For as long as any thread is in here, `Gate.__call__`, `Gate.reserve` and `Sampler.batches` are
-    replaced by functions that look for the auditor of their thread. A thread without one releases
-    as ever.
+    While any thread is in here, `Gate.__call__`, `Gate.reserve` and `Sampler.batches` are functions
+    that look for the auditor of their thread. A thread without one releases as ever.
     """
     global _replays
     with _INSTALLING:

@@ -1,19 +1,22 @@
 """A new mechanism is one file and its registration: gate, ledger, accountants and statement."""
 
+import dataclasses
 import json
 import math
 
+import dp_accounting
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 from toy_mechanism import LaplaceNoise
+from toy_sampler import CyclicPoisson
 
 import dpbnn
 from dpbnn.contributions import DenseContributions
 from dpbnn.privacy.accountants import ACCOUNTANTS, Accountant, default_accountant
 from dpbnn.privacy.events import Event, UnsupportedEvent
-from dpbnn.privacy.mechanisms import MECHANISMS
+from dpbnn.privacy.mechanisms import MECHANISMS, register
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.relation import Relation
 from dpbnn.privacy.statement import LabelledEvent, PrivacyStatement
@@ -210,3 +213,59 @@ def test_a_mechanism_can_bring_its_own_accountant(monkeypatch):
     with pytest.raises(UnsupportedEvent, match="pure is for Laplace noise"):
         dpbnn.Gate(1.0, 1.0, ledger=ledger)(one_number())
     assert ledger.releases == 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Widened(LaplaceNoise):
+    """Laplace noise of the scale b times `wider`."""
+
+    wider: float = 1.0
+
+    name = "widened"
+
+    def dp_event(self, shift):
+        return dp_accounting.LaplaceDpEvent(self.wider * self.noise_multiplier / shift)
+
+
+def test_charges_at_other_parameters_or_of_another_sampler_do_not_serve_it(monkeypatch):
+    """A release at wider=1 must not be made on the charge of one at wider=100."""
+    monkeypatch.setitem(MECHANISMS, "widened", Widened)
+    ledger, attempt = dpbnn.Ledger(), dpbnn.privacy.ledger.Attempt.new()
+    same = {"ledger": ledger, "noise": NoiseSource(), "attempt": attempt}
+    dpbnn.Gate(1.0, mechanism=Widened(2.0, 100.0), **same).reserve(3)
+    assert dpbnn.Gate(1.0, mechanism=Widened(2.0, 100.0), **same).reserved == 3
+    assert dpbnn.Gate(1.0, mechanism=Widened(2.0), **same).reserved == 0
+    sampler = dpbnn.Poisson(100, 5)
+    assert dpbnn.Gate(1.0, mechanism=Widened(2.0, 100.0), sampler=sampler, **same).reserved == 0
+
+
+def test_a_mechanism_that_was_not_registered_is_not_taken_for_its_parent():
+    class Silent(dpbnn.GaussianNoise):
+        def add(self, sums, clip, dtype, source):
+            """Add nothing."""
+
+    with pytest.raises(ValueError, match=r"Silent.*accounted for as that.*@register"):
+        dpbnn.Gate(1.0, mechanism=Silent(2.0))
+
+
+def test_a_mechanism_with_an_event_of_its_own_does_not_inherit_closed_forms():
+    class Spiky(dpbnn.GaussianNoise):
+        name = "spiky"
+
+        def dp_event(self, shift):
+            return dp_accounting.LaplaceDpEvent(self.noise_multiplier / shift)
+
+    with pytest.raises(ValueError, match="say gaussian = False"):
+        register(Spiky)
+    assert "spiky" not in MECHANISMS
+
+
+def test_sampler_and_mechanism_cannot_share_a_parameter(monkeypatch):
+    """The sampler would read the mechanism's value, or lose its own on disk."""
+    kind = dataclasses.make_dataclass(
+        "Grouped", [("groups", int, 1)], bases=(LaplaceNoise,), frozen=True
+    )
+    kind.name = "grouped"
+    monkeypatch.setitem(MECHANISMS, "grouped", kind)
+    with pytest.raises(ValueError, match=r"groups: the cyclic-poisson sampler and grouped noise"):
+        dpbnn.Gate(1.0, mechanism=kind(2.0, 2), sampler=CyclicPoisson(90, 6, groups=3))

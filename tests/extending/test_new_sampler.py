@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import dp_accounting
 import numpy as np
 import pytest
 import torch
@@ -13,7 +14,7 @@ import dpbnn
 from dpbnn.contributions import DenseContributions
 from dpbnn.privacy.accountants import ACCOUNTANTS, default_accountant
 from dpbnn.privacy.events import UnsupportedEvent
-from dpbnn.privacy.sampling import SAMPLERS, register
+from dpbnn.privacy.sampling import SAMPLERS, Participation, Sampler, register
 
 DELTA = 1e-5
 DRAW = CyclicPoisson(90, 6, groups=3)
@@ -124,3 +125,83 @@ def test_a_sampler_that_claims_a_closed_form_it_has_not_is_refused():
     for taken in ("poisson", "cyclic-poisson"):
         with pytest.raises(ValueError, match="registered already"):
             register(type("Again", (dpbnn.Poisson,), {"name": taken}))
+
+
+def test_a_sampler_with_an_event_of_its_own_does_not_inherit_a_closed_form():
+    """Its releases hold the record for sure, and its parent's are Poisson-sampled."""
+
+    class Sure(dpbnn.Poisson):
+        name = "sure"
+
+        @classmethod
+        def dp_event(cls, event, noise):
+            return dp_accounting.SelfComposedDpEvent(noise, event.count)
+
+    with pytest.raises(ValueError, match=r"closed form of INDEPENDENT from its parent"):
+        register(Sure)
+    assert "sure" not in SAMPLERS
+
+
+class Window(Sampler):
+    """Any batch may hold any record; where it begins is public."""
+
+    name = "window"
+    relations = (dpbnn.Relation.ZERO_OUT,)
+    participation = Participation.EVERY
+    by_position = True
+
+    def _draw(self, step, generator, records):
+        return np.arange(int(self.batch_size))
+
+
+@pytest.mark.parametrize("name", ["exact", "pld", "rdp", "gdp-clt"])
+def test_where_every_release_may_hold_the_record_nothing_is_divided_by_passes_or_rate(
+    monkeypatch, name
+):
+    monkeypatch.setitem(SAMPLERS, "window", Window)
+    costs = ACCOUNTANTS[name]
+    full = costs.epsilon([dpbnn.FullBatch(100).event(2.0, 10)], DELTA)
+    assert costs.epsilon([Window(100, 10).event(2.0, 10)], DELTA) == full
+
+
+def test_an_observer_takes_no_rate_for_a_chance_either(monkeypatch):
+    monkeypatch.setitem(SAMPLERS, "window", Window)
+    found = []
+    for draw in (dpbnn.FullBatch(100), Window(100, 10)):
+        event = draw.event(2.0, 2)
+        plan = dpbnn.Plan(draw, ((2.0, 4),), DELTA, 1.0, dpbnn.Relation.ZERO_OUT, "exact")
+        observer = dpbnn.BayesianAccountant()
+        observer.begin(plan, [event])
+        for _ in range(2):
+            observer.watch(draw.event(2.0), 1.0, torch.ones(10))
+        found.append(observer.raw_estimate().epsilon_mu)
+    assert found[0] == found[1]
+
+
+class Repeated(Sampler):
+    """Draws with replacement: a record may be there as often as the batch is long."""
+
+    name = "repeated"
+    relations = (dpbnn.Relation.ZERO_OUT, dpbnn.Relation.REPLACE_ONE)
+
+    @classmethod
+    def dp_event(cls, event, noise):
+        worst = dp_accounting.GaussianDpEvent(noise.noise_multiplier / event.batch_size)
+        return dp_accounting.SelfComposedDpEvent(worst, event.count)
+
+    def _draw(self, step, generator, records):
+        return generator.integers(0, self.n, int(self.batch_size))
+
+
+@pytest.mark.parametrize("batch_size", [5, 10])
+def test_what_a_sampler_says_holds_at_every_rate(monkeypatch, batch_size):
+    monkeypatch.setitem(SAMPLERS, "repeated", Repeated)
+    event = Repeated(10, batch_size).event(20.0, 3)
+    full = dpbnn.FullBatch(10).event(20.0 / batch_size, 3)
+    assert default_accountant([event]) == "pld"
+    for name in ("pld", "rdp"):
+        true = ACCOUNTANTS[name].epsilon([full], DELTA)
+        assert ACCOUNTANTS[name].epsilon([event], DELTA) == pytest.approx(true, rel=1e-3)
+    for name, relation in (("exact", "zero-out"), ("pld", "replace-one")):
+        with pytest.raises(UnsupportedEvent, match="repeated"):
+            ACCOUNTANTS[name].epsilon([event], DELTA, dpbnn.Relation.parse(relation))

@@ -59,11 +59,18 @@ def test_a_saved_state_is_a_copy():
     assert saved["array"].min() == 1
 
 
-@pytest.mark.parametrize("change", ["missing", "shape"])
+def test_a_number_that_has_become_a_fraction_stays_one():
+    first = dataclasses.replace(state(0.0), number=1)
+    assert restored(first, flat(state(0.25))).number == 0.25
+
+
+@pytest.mark.parametrize("change", ["missing", "shape", "dtype"])
 def test_tensors_of_another_state_are_refused(change):
     saved = flat(state(1.0))
     if change == "missing":
         del saved["tensor"]
+    elif change == "dtype":
+        saved["tensor"] = saved["tensor"].double() / 3  # would be rounded
     else:
         saved["tensor"] = torch.ones(3)  # would be broadcast
     with pytest.raises((KeyError, RuntimeError)):
@@ -86,6 +93,20 @@ def test_an_optimizer_goes_on_from_its_saved_state(kind):
             optimizer.step()
         weights.append(layer.weight.detach().clone())
     assert torch.equal(*weights)
+
+
+def test_an_optimizer_whose_state_is_nested_is_refused():
+    """Its mappings would come back as single names."""
+
+    class Nested(torch.optim.SGD):
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["inner"] = {"mean": torch.ones(1)}
+
+    optimizer = Nested([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.step()
+    with pytest.raises(TypeError, match="Nested holds mappings or lists"):
+        flat(optimizer)
 
 
 @pytest.mark.parametrize(

@@ -368,6 +368,13 @@ def test_a_mask_of_another_kind_is_refused_before_anything_is_spent(keep, messag
     assert gate.ledger.releases == 0
 
 
+def test_a_wrong_mask_does_not_show_how_many_records_there_are_where_that_is_secret():
+    gate = Gate(1.0, 1.0, ledger=dpbnn.Ledger(relation="add/remove"))
+    with pytest.raises(ValueError, match="keep: is wrong") as caught:
+        gate(DenseContributions(torch.ones(5, 2)), keep=torch.ones(5))
+    assert "5" not in str(caught.value)
+
+
 @pytest.mark.parametrize("clip", [1.0, {"a": 0.6, "b": 0.8}])
 @pytest.mark.parametrize("size", [5, 2])
 def test_examples_that_are_not_kept_weigh_nothing(clip, size):

@@ -102,13 +102,13 @@ def restored(value: Value, tensors: Mapping[str, Tensor], name: str = "") -> Val
     """
     made: Any = tensors[name].clone() if value is None and name in tensors else value
     if isinstance(value, Tensor | np.ndarray):
-        saved = tensors[name]
-        if saved.shape != value.shape:
-            raise RuntimeError(f"{name} has another shape")
+        saved, own = tensors[name], torch.as_tensor(value)
+        if (saved.shape, saved.dtype) != (own.shape, own.dtype):
+            raise RuntimeError(f"{name} has another shape or dtype")
         with torch.no_grad():
-            torch.as_tensor(value).copy_(saved)
+            own.copy_(saved)
     elif isinstance(value, int | float):
-        made = type(value)(tensors[name].item())
+        made = tensors[name].item()  # it may have become a float since the first state
     elif isinstance(value, Optimizer):
         inner: dict[int, dict[str, Tensor]] = {}
         for path, saved in _under(tensors, name).items():
@@ -131,7 +131,14 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
         fields = dataclasses.fields(value)
         return [(f.name, getattr(value, f.name)) for f in fields if f.metadata != UNSAVED]
     if isinstance(value, Optimizer):
-        return value.state_dict()["state"].items()
+        inner = value.state_dict()["state"]
+        held = [part for own in inner.values() for part in own.values()]
+        if any(isinstance(part, Mapping | list | tuple) for part in held):
+            raise TypeError(
+                f"a {type(value).__name__} holds mappings or lists, which cannot be saved; leave "
+                f"out=None, or use an optimizer that holds a tensor or number by name"
+            )
+        return inner.items()
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, list | tuple):

@@ -18,7 +18,7 @@ from typing import Any
 from dpbnn.privacy.events import Event, UnsupportedEvent, check_relation, gaussian_mu
 from dpbnn.privacy.losses import expm1, loss_grid, self_composed
 from dpbnn.privacy.relation import Relation
-from dpbnn.privacy.sampling import Participation
+from dpbnn.privacy.sampling import Participation, Sampler
 
 __all__ = ["ACCOUNTANTS", "Accountant", "accountant", "default_accountant", "gaussian_epsilon"]
 
@@ -91,7 +91,8 @@ class PLD(Accountant):
     name = "pld"
 
     def _refusal(self, event: Event, relation: Relation) -> str | None:
-        replaced = event.amplified and relation is Relation.REPLACE_ONE  # has no analysis by pld
+        sampled = event.amplified or event.sampler.participation is Participation.OTHER
+        replaced = sampled and relation is Relation.REPLACE_ONE  # has no analysis by pld
         if _on_grid(event) or (
             not replaced and _pld_accountant().supports(event.dp_event(relation))
         ):
@@ -178,7 +179,8 @@ class GDPCLT(Accountant):
 
     def _epsilon(self, events: list[Event], delta: float, relation: Relation) -> float:
         squared = sum(
-            e.count * e.rate**2 * expm1((relation.shift / e.noise_multiplier) ** 2) for e in events
+            e.count * e.chance**2 * expm1((relation.shift / e.noise_multiplier) ** 2)
+            for e in events
         )
         return gaussian_epsilon(math.sqrt(squared), delta)
 
@@ -202,7 +204,7 @@ class Exact(Accountant):
     def _refusal(self, event: Event, relation: Relation) -> str | None:
         if not event.gaussian:
             return f"exact Gaussian composition does not cover {event.mechanism} noise"
-        if event.amplified:
+        if event.amplified or not _on_grid(event):
             return (
                 f"exact Gaussian composition does not cover {event.sampling} batches; "
                 f"use accountant={'pld' if _on_grid(event) else 'rdp'!r}"
@@ -268,8 +270,14 @@ def _closed_form(event: Event) -> bool:
 
 
 def _on_grid(event: Event) -> bool:
-    """Whether the grid here holds the event: at rate 1 whatever the sampler, as in a full batch."""
-    return _closed_form(event) or (event.gaussian and not event.amplified)
+    """Whether the grid here holds the event.
+
+    At rate 1 that is so for other samplers too, where they say what a full batch says.
+    """
+    if _closed_form(event) or not event.gaussian or event.amplified:
+        return _closed_form(event)
+    one: Any = event.noise.dp_event(1.0)
+    return bool(event.sampler.dp_event(event, one) == Sampler.dp_event(event, one))
 
 
 def _sampled(event: Event) -> str:

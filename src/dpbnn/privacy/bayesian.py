@@ -166,7 +166,7 @@ class BayesianAccountant:
         self._plan, self.steps = plan, plan.steps
         self._kind = "norms of the clipped contributions of the records of each batch"
         for event in unseen:
-            key = (event.rate, 1 / event.noise_multiplier)
+            key = (event.chance, 1 / event.noise_multiplier)
             self._charges[key] = self._charges.get(key, 0) + event.count
 
     def watch(self, event: Event, clip: float, norms: Tensor) -> None:
@@ -176,7 +176,7 @@ class BayesianAccountant:
         norms but what is kept.
         """
         codes = (norms / clip).clamp(0.0, 1.0).sqrt_().mul_(LEVELS).ceil_()
-        self._waiting.append((codes, event.rate, event.noise_multiplier))
+        self._waiting.append((codes, event.chance, event.noise_multiplier))
         self._observed += 1
         if len(self._waiting) == _BLOCK:
             self._unload()

@@ -87,6 +87,11 @@ class Event:
         return self.batch_size / self.n
 
     @property
+    def chance(self) -> float:
+        """Probability that a release holds a record; 1 where nothing is amplified."""
+        return self.rate if self.amplified else 1.0
+
+    @property
     def partition(self) -> bool:
         """Whether batches are fixed by position, so that it matters which ones were released."""
         return self.sampler.by_position
@@ -149,7 +154,7 @@ def gaussian_mu(events: Iterable[Event], relation: Relation) -> float:
             continue
         if event.noise_multiplier == 0:
             return math.inf
-        if event.partition:
+        if event.partition and event.sampler.participation is Participation.BY_POSITION:
             key = (event.n or 0, event.batch_size or 0, event.order)
             partitions.setdefault(key, []).append(event)
         else:

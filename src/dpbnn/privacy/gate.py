@@ -189,8 +189,8 @@ class Gate:
         self._hidden = self.noise.private
         self._reserved: deque[float] = deque()
         if attempt is not None and self.noise.private:
-            name = self.mechanism.name
-            self._reserved.extend(self.ledger.covered(attempt, step, self.clip, name))
+            own = self._event(self.noise_multiplier, 1, 0)
+            self._reserved.extend(self.ledger.covered(attempt, step, self.clip, own))
 
     @property
     def sensitivity(self) -> float:
@@ -243,7 +243,7 @@ class Gate:
         """
         sigma = self._sigma(noise_multiplier)
         self._check_size(contributions.batch_size)
-        _check_keep(keep, contributions.batch_size)
+        _check_keep(keep, contributions.batch_size, self.ledger.relation.public_size)
         self._groups(contributions.shapes)
         self.mechanism.check(contributions.shapes)
         if mean and self.sampler is None:
@@ -394,9 +394,8 @@ class Gate:
         return self._guard
 
     def _event(self, sigma: float, count: int, start: int) -> Event:
-        event = Event("full-batch", sigma, count)
-        if self.sampler is not None:
-            event = self.sampler.event(sigma, count, start)
+        draw = self.sampler
+        event = draw.event(sigma, count, start) if draw else Event("full-batch", sigma, count)
         if event.partition:
             event = dataclasses.replace(event, order=self.attempt.key)
         return self._mechanism(sigma).on(event)
@@ -430,11 +429,12 @@ class Gate:
             )
 
 
-def _check_keep(keep: Tensor | None, size: int) -> None:
+def _check_keep(keep: Tensor | None, size: int, public: bool) -> None:
     if keep is None or (keep.dtype is torch.bool and keep.shape == (size,)):
         return
-    given = f"is a tensor of {keep.dtype} and shape {tuple(keep.shape)}"
-    raise ValueError(f"keep: {given}; give one of true or false for each of {size} examples")
+    given = f"is a tensor of {keep.dtype} and shape {tuple(keep.shape)}" if public else "is wrong"
+    of = f"each of {size} examples" if public else "each example"  # how many may be a secret
+    raise ValueError(f"keep: {given}; give one of true or false for {of}")
 
 
 def _factor(norms: Tensor, clip: float) -> Tensor:

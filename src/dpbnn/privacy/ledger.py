@@ -146,7 +146,7 @@ class Ledger:
             return entries.steps(run)
 
     def covered(
-        self, attempt: Attempt, step: int, clip: float | None = None, noise: str | None = None
+        self, attempt: Attempt, step: int, clip: float | None = None, like: Event | None = None
     ) -> list[float]:
         """Return the sigmas of the steps from `step` on that are charged to an attempt already.
 
@@ -154,10 +154,10 @@ class Ledger:
             attempt: who makes them.
             step: the first of them.
             clip: of the releases; None for any.
-            noise: name of their mechanism; None for any.
+            like: a release of their sampler and mechanism, at any sigma; None for any.
         """
         with self._known() as entries:
-            return entries.covered(attempt, step, clip, noise)
+            return entries.covered(attempt, step, clip, like)
 
     def epsilon(self, delta: float | None = None, accountant: str | None = None) -> float:
         """Return epsilon of everything spent, at `delta` (by default the ledger's)."""

@@ -155,16 +155,21 @@ class Entries:
         return len({spend.step + i for spend in spends for i in range(spend.count)})
 
     def covered(
-        self, attempt: Attempt, step: int, clip: float | None, noise: str | None
+        self, attempt: Attempt, step: int, clip: float | None, like: Event | None
     ) -> list[float]:
         """Return the sigmas of the steps from `step` on that are charged to an attempt already."""
         mechanisms = list(self._mechanisms)
+
+        def alike(event: Event) -> bool:
+            unit = dataclasses.replace(like or event, count=1, start=0)
+            return dataclasses.replace(event, noise_multiplier=unit.noise_multiplier) == unit
+
         charged = {
             spend.step + i: mechanisms[spend.mechanism].event.noise_multiplier
             for spend in self.spends
             if spend.attempt == self._attempts.get(attempt)
             and clip in (None, mechanisms[spend.mechanism].clip)
-            and noise in (None, mechanisms[spend.mechanism].event.mechanism)
+            and alike(mechanisms[spend.mechanism].event)
             for i in range(spend.count)
         }
         found = []

@@ -32,6 +32,11 @@ _Kind = TypeVar("_Kind", bound="type[Mechanism]")
 
 def register(kind: _Kind) -> _Kind:
     """Make a mechanism known by its name; a decorator of the class."""
+    if kind.gaussian and overridden(kind, "gaussian"):
+        raise ValueError(
+            f"mechanism {kind.name!r}: has a dp_event of its own and takes gaussian=True from its "
+            f"parent, whose closed forms would be used instead; say gaussian = False"
+        )
     if MECHANISMS.setdefault(kind.name, kind) is not kind:
         raise ValueError(f"mechanism {kind.name!r}: is registered already; choose another name")
     return kind
@@ -73,9 +78,19 @@ class Mechanism(ABC):
 
     def on(self, event: Event) -> Event:
         """Return the event of the same releases with this noise."""
+        if MECHANISMS.get(self.name) is not type(self):
+            raise ValueError(
+                f"mechanism={type(self).__name__}(...): is not what {self.name!r} was registered "
+                f"as, so it would be accounted for as that; give it a name, and @register"
+            )
         own, sigma = parameters(self, ("noise_multiplier",)), self.noise_multiplier
         if not own and (event.noise_multiplier, event.mechanism) == (sigma, self.name):
             return event
+        if both := dict(own).keys() & dict(event.parameters).keys():
+            raise ValueError(
+                f"{', '.join(sorted(both))}: the {event.sampling} sampler and {self.name} noise "
+                f"have both a parameter of this name; rename one"
+            )
         own = (*event.parameters, *own)
         return dataclasses.replace(
             event, noise_multiplier=sigma, mechanism=self.name, parameters=own
@@ -109,6 +124,12 @@ def parameters(settings: Any, without: tuple[str, ...]) -> tuple[tuple[str, Any]
     """Return the fields of a mechanism or sampler but those that every one has."""
     kind: Any = type(settings)
     return tuple((name, getattr(settings, name)) for name in _fields(kind) if name not in without)
+
+
+def overridden(kind: type, claim: str) -> bool:
+    """Return whether a class has another `dp_event` than the one its claim was made for."""
+    first = {name: next(c for c in kind.__mro__ if name in vars(c)) for name in ("dp_event", claim)}
+    return first["dp_event"] is not first[claim] and issubclass(first["dp_event"], first[claim])
 
 
 @functools.cache

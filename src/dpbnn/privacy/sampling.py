@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from dpbnn.privacy.checks import check_numbers
 from dpbnn.privacy.keys import ratchet
-from dpbnn.privacy.mechanisms import parameters
+from dpbnn.privacy.mechanisms import overridden, parameters
 from dpbnn.privacy.relation import Relation
 
 if TYPE_CHECKING:
@@ -40,6 +40,12 @@ def register(kind: _Kind) -> _Kind:
     """Make a sampler known by its name; a decorator of the class."""
     if kind.participation is Participation.INDEPENDENT and Relation.REPLACE_ONE in kind.relations:
         raise ValueError(f"sampling {kind.name!r}: INDEPENDENT has no analysis under replace-one")
+    if kind.participation is not Participation.OTHER and overridden(kind, "participation"):
+        raise ValueError(
+            f"sampling {kind.name!r}: has a dp_event of its own and takes the closed form of "
+            f"{kind.participation.name} from its parent, which would be used instead; say which "
+            f"participation it has, OTHER if none"
+        )
     if SAMPLERS.setdefault(kind.name, kind) is not kind:
         raise ValueError(f"sampling {kind.name!r}: is registered already; choose another name")
     return kind
@@ -258,8 +264,9 @@ class FixedSize(Sampler):
         """Return releases sampled without replacement."""
         import dp_accounting
 
-        one = dp_accounting.SampledWithoutReplacementDpEvent(event.n, event.batch_size, noise)
-        return super().dp_event(event, one)
+        if event.batch_size != event.n:
+            noise = dp_accounting.SampledWithoutReplacementDpEvent(event.n, event.batch_size, noise)
+        return super().dp_event(event, noise)
 
     def _draw(self, step: int, generator: np.random.Generator, records: int) -> np.ndarray:
         return generator.choice(self.n, size=int(self.batch_size), replace=False, shuffle=False)
