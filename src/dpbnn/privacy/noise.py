@@ -33,7 +33,7 @@ from dpbnn.privacy.stream import (
     add_gaussian,
     add_together,
     empty_words,
-    fill,
+    fill_serially,
     generator_name,
     grouped,
     word_bytes,
@@ -314,7 +314,7 @@ class NoiseSource:
         for dtype, size in sizes.items():
             if dtype not in self._buffers or self._buffers[dtype].size != size:
                 self._buffers[dtype] = empty_words(size)
-            fill(keys[dtype], 0, self._buffers[dtype])
+            fill_serially(keys[dtype], 0, self._buffers[dtype])
 
     def _stream_key(self, use: str) -> bytes:
         message = f"{use}\0{self._purpose}".encode()

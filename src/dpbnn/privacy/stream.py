@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dpbnn.privacy.grid import add_on_grid, spacing
+from dpbnn.privacy.team import run_on_team, team_size
 
 __all__ = ["Words", "add_gaussian", "fill_normal", "generator_name"]
 
@@ -39,6 +40,7 @@ _FAR = 3.905  # below the radius of every word that comes before _EDGE
 _MOST = torch.tensor(2.0**32 + 512, device="cpu")  # above every word: u < 1 and radius > 0
 _ZEROS = np.zeros(1 << 20, np.uint8)
 _ZEROS_AT = _ZEROS.ctypes.data
+_SHARE = 1 << 19  # bytes below which a thread of its own is not worth it
 _FEW = 1 << 12  # numbers below which torch's own generator is quicker
 _TOGETHER = 1 << 20  # numbers noised at once on other devices: few calls, and not much memory
 _LOCAL = threading.local()
@@ -98,6 +100,21 @@ def fill(key: bytes, offset: int, out: Words) -> None:
         offset: A multiple of `_BLOCK`.
         out: Contiguous, of any length that is a multiple of 8.
     """
+    threads = min(team_size(), out.size // _SHARE)
+    if threads < 2:
+        return fill_serially(key, offset, out)
+    step = -(-out.size // (threads * _BLOCK)) * _BLOCK
+    parts = iter([(start, out[start : start + step]) for start in range(0, out.size, step)])
+
+    def work() -> None:
+        for start, part in parts:
+            fill_serially(key, offset + start, part)
+
+    return run_on_team(work)
+
+
+def fill_serially(key: bytes, offset: int, out: Words) -> None:
+    """Fill `out` as `fill` does, on this thread alone; for threads that are not torch's."""
     if _LIBCRYPTO is not None:
         _aes(_LIBCRYPTO, key, offset // 16, out)
     else:
