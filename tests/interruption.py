@@ -1,18 +1,30 @@
 """Runs that are interrupted, for tests."""
 
+import contextlib
 import os
 import signal
 
+import pytest
 
-def stop_after(updates, process, monkeypatch):
-    """Interrupt runs of a kind of process after so many updates, as Ctrl-C would."""
-    update, seen = process.update, []
+from dpbnn import training
 
-    def counted(self, state, release):
-        state = update(self, state, release)
-        seen.append(1)
-        if len(seen) == updates:
+
+def stop_after(step, monkeypatch):
+    """Interrupt every run after this step, as Ctrl-C would."""
+    one = training._Run._one
+
+    def counted(self, batch):
+        one(self, batch)
+        if self.step == step:
             os.kill(os.getpid(), signal.SIGINT)
-        return state
 
-    monkeypatch.setattr(process, "update", counted)
+    monkeypatch.setattr(training._Run, "_one", counted)
+
+
+@contextlib.contextmanager
+def stopped_after(step):
+    """Expect what runs in here to be interrupted after this step."""
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(step, patch)
+        with pytest.raises(KeyboardInterrupt):
+            yield

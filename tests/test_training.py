@@ -17,7 +17,6 @@ from interruption import stop_after
 from torch import nn
 
 import dpbnn
-from dpbnn.methods.method import Process
 from dpbnn.privacy.gate import Gate
 
 N, STEPS = 40, 12
@@ -66,19 +65,6 @@ def fixed_keys(monkeypatch):
     monkeypatch.setattr(secrets, "token_bytes", lambda n=32: bytes(range(n)))
 
 
-def stop(monkeypatch, name, after):
-    """Interrupt runs of a method after so many updates."""
-    kind = type(METHODS[name]).__name__
-    process = next(c for c in _subclasses(Process) if c.__name__ == f"{kind}Process")
-    stop_after(after, process, monkeypatch)
-
-
-def _subclasses(kind):
-    for child in kind.__subclasses__():
-        yield child
-        yield from _subclasses(child)
-
-
 class TestItem13Resume:
     """Noise is repeated after a resume, or the resumed run is another one."""
 
@@ -89,7 +75,7 @@ class TestItem13Resume:
     ):
         whole = fit(name, out=tmp_path / "whole")
         with monkeypatch.context() as patch:
-            stop(patch, name, after)
+            stop_after(after, patch)
             with pytest.raises(KeyboardInterrupt):
                 fit(name, out=tmp_path / "run", checkpoint_every=3)
         resumed = fit(name, out=tmp_path / "run", checkpoint_every=3, resume=True)
@@ -101,7 +87,7 @@ class TestItem13Resume:
         self, tmp_path, monkeypatch
     ):
         with monkeypatch.context() as patch:
-            stop(patch, "sgd", 4)
+            stop_after(4, patch)
             with pytest.raises(KeyboardInterrupt):
                 fit(out=tmp_path)
         (tmp_path / "keys.json").unlink()
@@ -113,7 +99,7 @@ class TestItem13Resume:
 
     def test_going_on_twice_from_one_checkpoint_never_repeats_noise(self, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
-            stop(patch, "sgd", 4)
+            stop_after(4, patch)
             with pytest.raises(KeyboardInterrupt):
                 fit(out=tmp_path / "run")
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
@@ -125,7 +111,7 @@ class TestItem13Resume:
 
     def test_keys_are_used_up_before_anything_is_released(self, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
-            stop(patch, "sgd", 4)
+            stop_after(4, patch)
             with pytest.raises(KeyboardInterrupt):
                 fit(out=tmp_path)
         there = []
@@ -142,7 +128,7 @@ class TestItem13Resume:
     def test_other_data_gets_no_noise_of_this_run(self, tmp_path, monkeypatch):
         """The same noise on other data would show the difference."""
         with monkeypatch.context() as patch:
-            stop(patch, "sgd", 4)
+            stop_after(4, patch)
             with pytest.raises(KeyboardInterrupt):
                 fit(out=tmp_path)
         keys = json.loads((tmp_path / "keys.json").read_text())
@@ -165,7 +151,7 @@ class TestItem13Resume:
 
     def test_keys_are_for_the_owner_and_nowhere_else(self, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
-            stop(patch, "sgd", 4)
+            stop_after(4, patch)
             with pytest.raises(KeyboardInterrupt):
                 fit(out=tmp_path)
         assert (tmp_path / "keys.json").stat().st_mode & 0o077 == 0
@@ -187,7 +173,7 @@ class TestItem13Resume:
 
 @pytest.mark.parametrize("after", [1, 5, 11])
 def test_an_interrupt_leaves_a_true_ledger(tmp_path, monkeypatch, after):
-    stop(monkeypatch, "sgd", after)
+    stop_after(after, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         fit(out=tmp_path)
     assert dpbnn.Ledger(tmp_path / "ledger.jsonl").releases >= after
@@ -199,7 +185,7 @@ def test_resuming_with_other_settings_or_nothing_is_refused(tmp_path, monkeypatc
     with pytest.raises(FileNotFoundError, match="leave resume out"):
         fit(out=tmp_path / "empty", resume=True)
     with monkeypatch.context() as patch:
-        stop(patch, "sgd", 4)
+        stop_after(4, patch)
         with pytest.raises(KeyboardInterrupt):
             fit(out=tmp_path)
     with pytest.raises(FileExistsError, match="resume=True"):

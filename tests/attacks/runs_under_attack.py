@@ -2,14 +2,12 @@
 
 import contextlib
 import hashlib
-import os
-import signal
 
 import torch
+from interruption import stopped_after
 from torch import nn
 
 import dpbnn
-from dpbnn.methods.method import Process
 from dpbnn.privacy.gate import Gate
 
 N, STEPS = 40, 12
@@ -46,30 +44,7 @@ def released(patch):
     yield made
 
 
-def interrupt(patch, after):
-    """Interrupt every run after so many updates, as Ctrl-C would."""
-    for kind in _subclasses(Process):
-        if "update" in vars(kind):
-            update = kind.update
-
-            def counted(self, state, release, update=update):
-                state = update(self, state, release)
-                if state.steps == after:
-                    os.kill(os.getpid(), signal.SIGINT)
-                return state
-
-            patch.setattr(kind, "update", counted)
-
-
-def interrupted(after, pytest, **options):
+def interrupted(after, **options):
     """Begin a run and interrupt it after so many steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt(patch, after)
-        with pytest.raises(KeyboardInterrupt):
-            fit(**options)
-
-
-def _subclasses(kind):
-    for child in kind.__subclasses__():
-        yield child
-        yield from _subclasses(child)
+    with stopped_after(after):
+        fit(**options)

@@ -1,11 +1,10 @@
 """A run with a folder needs nothing that Windows lacks."""
 
-import signal
-
 import broken_versions as broken
 import pytest
 import torch
 import windows
+from interruption import stopped_after
 from twins import fails_on, twins_of
 
 import dpbnn
@@ -53,7 +52,8 @@ def test_item_56_a_run_is_interrupted_resumed_saved_and_loaded_without_posix(tmp
         ):  # fmt: skip
             patch.setattr(module, name, getattr(own, name))
         try:
-            _interrupted(settings(method, tmp_path / "run"), at=5)
+            with stopped_after(5):
+                dpbnn.fit(**settings(method, tmp_path / "run"))
             posterior = dpbnn.fit(**settings(method, tmp_path / "run", resume=True))
             (tmp_path / "saved").mkdir()
             posterior.save(tmp_path / "saved")
@@ -63,20 +63,6 @@ def test_item_56_a_run_is_interrupted_resumed_saved_and_loaded_without_posix(tmp
             pytest.fail(f"needs what Windows lacks: {error!r}")
     x = torch.zeros(3, 2)
     assert torch.equal(loaded.predict(x).mean, posterior.predict(x).mean)
-
-
-def _interrupted(options, at):
-    """Run until an interrupt after a step, which leaves a checkpoint."""
-
-    def one(original, self, batch):
-        original(self, batch)
-        if self.step == at:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.MonkeyPatch.context() as patch:
-        broken.around(patch, dpbnn.training._Run, "_one", one)
-        with pytest.raises(KeyboardInterrupt):
-            dpbnn.fit(**options)
 
 
 @fails_on(56, broken.locks_let_everybody_in)

@@ -33,10 +33,10 @@ def ledger_of(folder):
 @fails_on(35, broken.a_run_goes_on_with_any_ledger)
 def test_item_35_a_run_goes_on_only_with_the_ledger_that_holds_its_first_part(tmp_path):
     run, early = tmp_path / "run", tmp_path / "early"
-    interrupted(2, pytest, out=run)
+    interrupted(2, out=run)
     shutil.copytree(run, early)
     shutil.rmtree(run)
-    interrupted(5, pytest, out=run)
+    interrupted(5, out=run)
     files = ("ledger.jsonl", "ledger.jsonl.head")
     kept = {name: (run / name).read_bytes() for name in files}
 
@@ -64,7 +64,7 @@ def test_item_35_a_run_goes_on_only_with_the_ledger_that_holds_its_first_part(tm
 
 def test_item_35_a_ledger_in_memory_serves_the_run_that_began_with_it(tmp_path):
     ledger = dpbnn.Ledger()
-    interrupted(5, pytest, out=tmp_path, ledger=ledger)
+    interrupted(5, out=tmp_path, ledger=ledger)
     fit(out=tmp_path, resume=True, ledger=ledger)
     assert ledger.releases == STEPS
 
@@ -110,7 +110,7 @@ def test_item_38_nothing_that_was_observed_is_called_private(tmp_path):
 def test_item_39_a_record_that_moves_to_another_batch_pays_for_both(tmp_path):
     """Half a pass, the halves of the rows swapped, the other half: one record takes part twice."""
     once = plan(sampling="partition", steps=4, noise_multiplier=1.0)
-    interrupted(2, pytest, out=tmp_path, plan=once)
+    interrupted(2, out=tmp_path, plan=once)
     x, y = dataset()
     order = torch.arange(len(x)).roll(len(x) // 2)
     swapped = (x[order], y[order])
@@ -136,7 +136,7 @@ def test_item_39_two_fits_on_one_ledger_are_two_partitions():
 
 def test_item_39_an_unchanged_run_is_one_partition(tmp_path):
     passes = plan(sampling="partition", steps=8, noise_multiplier=1.0)
-    interrupted(3, pytest, out=tmp_path, plan=passes)
+    interrupted(3, out=tmp_path, plan=passes)
     posterior = fit(out=tmp_path, plan=passes, resume=True)
     assert posterior.privacy.epsilon == pytest.approx(passes.epsilon)
 
@@ -147,11 +147,11 @@ def test_item_39_an_unchanged_run_is_one_partition(tmp_path):
 @fails_on(40, broken.charges_serve_any_attempt)
 def test_item_40_charges_of_a_discarded_attempt_pay_for_nothing_else(tmp_path):
     with pytest.MonkeyPatch.context() as patch, released(patch) as made:
-        interrupted(4, pytest, out=tmp_path)
+        interrupted(4, out=tmp_path)
         checkpoint = (tmp_path / "checkpoint.safetensors").read_bytes()
         for _ in range(3):
             (tmp_path / "keys.json").unlink()
-            interrupted(9, pytest, out=tmp_path, resume=True)
+            interrupted(9, out=tmp_path, resume=True)
             (tmp_path / "checkpoint.safetensors").write_bytes(checkpoint)
         posterior = fit(out=tmp_path, resume=True)
     recorded = ledger_of(tmp_path).releases
@@ -231,7 +231,7 @@ def test_item_41_neither_gates_nor_ledgers_in_memory_can_be_copied(thing):
 
 @fails_on(42, broken.seeded_noise_is_recorded_as_noise)
 def test_item_42_seeded_noise_voids_the_ledger_it_touches(tmp_path):
-    interrupted(4, pytest, out=tmp_path)
+    interrupted(4, out=tmp_path)
     posterior = fit(out=tmp_path, resume=True, debug_seed=3)
     assert not posterior.privacy.private
     assert not ledger_of(tmp_path).statement().private
@@ -306,7 +306,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_item_43_noise_serves_the_computation_that_it_was_drawn_for_and_no_other(change, tmp_path):
     first, second = CHANGES[change]
-    interrupted(4, pytest, out=tmp_path, **first)
+    interrupted(4, out=tmp_path, **first)
     part = change if change in PARTS else "network"
     try:
         fit(out=tmp_path, resume=True, **second)
@@ -320,7 +320,7 @@ def test_item_43_noise_serves_the_computation_that_it_was_drawn_for_and_no_other
 
 def test_item_43_without_its_keys_the_other_computation_pays_as_new(tmp_path):
     first, second = CHANGES["prior"]
-    interrupted(4, pytest, out=tmp_path, **first)
+    interrupted(4, out=tmp_path, **first)
     (tmp_path / "keys.json").unlink()
     posterior = fit(out=tmp_path, resume=True, **second)
     assert posterior.privacy.mechanisms[0]["releases"] == STEPS + STEPS - 4
@@ -346,7 +346,7 @@ def test_item_44_the_keys_on_disk_give_neither_noise_nor_batches_of_the_past(tmp
 
         patch.setattr(NoiseSource, "add", noticed)
         patch.setattr(dpbnn.Poisson, "_draw", drawn)
-        interrupted(6, pytest, out=tmp_path, checkpoint_every=2)
+        interrupted(6, out=tmp_path, checkpoint_every=2)
     assert len(noises) == len(batches) == 6
     keys = RunFolder(tmp_path).keys(6)
     assert keys is not None

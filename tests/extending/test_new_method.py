@@ -1,11 +1,11 @@
 """A new method is one file: it trains, resumes, is replayed, saved and named like the others."""
 
 import secrets
-import signal
 
 import broken_versions as broken
 import pytest
 import torch
+from interruption import stopped_after
 from toy_method import SignDescent
 
 import dpbnn
@@ -32,16 +32,8 @@ def fit(**options):
 
 def interrupted(after, **options):
     """Begin a run and interrupt it after so many steps."""
-
-    def one(original, self, batch):
-        original(self, batch)
-        if self.step == after:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.MonkeyPatch.context() as patch:
-        broken.around(patch, dpbnn.training._Run, "_one", one)
-        with pytest.raises(KeyboardInterrupt):
-            fit(**options)
+    with stopped_after(after):
+        fit(**options)
 
 
 def weights(posterior):

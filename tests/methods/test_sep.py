@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from held_data import assert_holds_no_data
-from interruption import stop_after
+from interruption import stopped_after
 from scipy import stats
 from stepping import step
 from torch import nn
@@ -346,10 +346,8 @@ def _whole_and_resumed(folder, monkeypatch, sampling, after):
         )  # fmt: skip
 
     whole = fitted(folder / "whole")
-    with monkeypatch.context() as patch:
-        stop_after(after, SEPProcess, patch)
-        with pytest.raises(KeyboardInterrupt):
-            fitted(folder / "run")
+    with stopped_after(after):
+        fitted(folder / "run")
     return whole, fitted(folder / "run", resume=True)
 
 
