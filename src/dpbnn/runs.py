@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from dpbnn.checkpoint import LOCK, folder_lock
 from dpbnn.data.schema import Schema
@@ -26,6 +30,7 @@ __all__ = ["Run", "Workspace", "new_run", "plain_calibration"]
 FORMAT = "dpbnn-run"
 LEDGER, SCHEMA, MODEL = "ledger.jsonl", "schema.toml", "model"
 METRICS, REPORT = "metrics.json", "report.html"
+FINGERPRINT = "private.json"  # of the training table; it is no part of what may be published
 HEAD, PARTIAL = f"{LEDGER}.head", ".partial-"
 
 
@@ -34,7 +39,8 @@ class Run:
     """A run directory that is complete.
 
     It holds manifest.json, schema.toml, model/ (the estimator), ledger.jsonl (unless the run used
-    another ledger), and after an evaluation metrics.json and report.html.
+    another ledger), private.json, and after an evaluation metrics.json and report.html. All but
+    private.json, a fingerprint of the training table, may be given away.
 
     Attributes:
         folder: the directory.
@@ -69,6 +75,18 @@ class Run:
         """The ledger's path as a reader would type it; None in older runs without privacy."""
         return self.manifest["ledger"]
 
+    def check_test_table(self, x: Any, y: Any) -> None:
+        """Raise where an encoded table is the very one that the run was trained on."""
+        path = self.folder / FINGERPRINT
+        if path.is_file():
+            known = json.loads(path.read_text())
+            if fingerprint(x, y, bytes.fromhex(known["salt"])) == known["table"]:
+                raise ValueError(
+                    "the table is the one that the run was trained on, so its figures would not "
+                    "say how the model does on new records; give other records, or "
+                    "--training-table to evaluate it all the same"
+                )
+
     def write_metrics(self, values: dict[str, Any]) -> None:
         """Write metrics.json, whole or not at all."""
         text = json.dumps(values, indent=2) + "\n"
@@ -99,8 +117,17 @@ class Workspace:
         """
         return Ledger(self.ledger, delta=delta) if self.own else str(self.ledger)
 
-    def save(self, estimator: PrivateBayes, schema: Schema, settings: dict[str, Any]) -> None:
-        """Write model, schema and manifest; the manifest names the ledger, not the model."""
+    def save(
+        self,
+        estimator: PrivateBayes,
+        schema: Schema,
+        settings: dict[str, Any],
+        trained_on: tuple[Any, Any],
+    ) -> None:
+        """Write model, schema, manifest and the fingerprint of the encoded training table.
+
+        The manifest names the ledger, not the model; it does not know of the fingerprint.
+        """
         estimator.set_params(ledger=None)
         (self.folder / MODEL).mkdir()
         write_estimator(estimator, self.folder / MODEL)
@@ -113,6 +140,16 @@ class Workspace:
             "privacy": estimator.privacy_.to_dict(),
         }
         write_manifest(self.folder, FORMAT, values)
+        salt = secrets.token_bytes(16)
+        known = {
+            "note": "a fingerprint of the training table: keep this file to yourself",
+            "salt": salt.hex(),
+            "table": fingerprint(*trained_on, salt),
+        }
+        with open(
+            self.folder / FINGERPRINT, "w", opener=lambda path, flags: os.open(path, flags, 0o600)
+        ) as file:
+            json.dump(known, file, indent=2)
 
 
 @contextlib.contextmanager
@@ -157,6 +194,16 @@ def new_run(out: Path, *, overwrite: bool, ledger: Path | None = None) -> Iterat
             raise
 
 
+def fingerprint(x: Any, y: Any, salt: bytes) -> str:
+    """Return a salted hash of an encoded table: of all its rows, in order."""
+    found = hashlib.blake2b(salt=salt, digest_size=16)
+    for part in (x, y):
+        values = np.ascontiguousarray(part)
+        found.update(f"{values.dtype} {values.shape}".encode())
+        found.update(values.tobytes())
+    return found.hexdigest()
+
+
 def plain_calibration(estimator: PrivateBayes) -> dict[str, float | None]:
     """Return what held-out rows have decided as JSON values; an infinite threshold is None."""
     found = estimator.calibration_.items()
@@ -185,8 +232,8 @@ def _put_in_place(partial: Path, out: Path) -> None:
     """Move the files of a finished run to their place, the manifest last."""
     sync_tree(partial)
     (out / MANIFEST).unlink(missing_ok=True)
-    for name in (METRICS, REPORT):
+    for name in (METRICS, REPORT, FINGERPRINT):
         (out / name).unlink(missing_ok=True)
     shutil.rmtree(out / MODEL, ignore_errors=True)
-    for name in (MODEL, SCHEMA, MANIFEST):
+    for name in (MODEL, SCHEMA, FINGERPRINT, MANIFEST):
         os.replace(partial / name, out / name)

@@ -208,8 +208,9 @@ def check_kinds(**given: Any) -> None:
         try:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError, TypeError) as error:
+            reason = first_line(error).split(". ")[0]
             raise ValueError(
-                f"device={device!r}: cannot be used here ({first_line(error)}); pass device='cpu'"
+                f"device={quoted(device)}: cannot be used here ({reason}); pass device='cpu'"
             ) from None
 
 

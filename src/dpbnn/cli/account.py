@@ -44,7 +44,9 @@ def plan_command(as_json: bool, **arguments: Any) -> None:
     """
     plan = dpbnn.plan(**arguments)
     if as_json:
-        click.echo(json.dumps({**plan.to_dict(), "epsilons": plan.epsilons()}, indent=2))
+        attack = plan.statement().to_dict()["attack"]
+        values = {**plan.to_dict(), "epsilons": plan.epsilons(), "attack": attack}
+        click.echo(json.dumps(values, indent=2))
         return
     print_table(plan_table(plan))
 
@@ -96,6 +98,14 @@ def plan_table(plan: Plan) -> Table:
         rigorous = dpbnn.ACCOUNTANTS[name].rigorous
         kind = "upper bound" if rigorous else "approximation, can lie below the truth"
         table.add_row(f"  {name}", _round_up(value), "equality" if name == "exact" else kind)
+    if attack := plan.statement().attack:
+        if attack.mu is not None:
+            table.add_row("mu", _round_up(attack.mu), "Gaussian DP, upper bound")
+        table.add_row("best attack", f"{100 * attack.right:.3g} %", "right guesses whether one "
+                      "record was used, at most; a coin has 50 %")  # fmt: skip
+        for share, power in attack.power.items():
+            table.add_row(f"  at {100 * share:g} % false alarms", f"{100 * power:.3g} %",
+                          "of the used records are found, at most")  # fmt: skip
     table.add_row("noise multiplier", f"{plan.noise_multiplier:.5g}", "noise std / clip")
     table.add_row("steps", str(plan.steps), f"{plan.epochs:.4g} passes over n = {plan.n}")
     table.add_row("sampling", plan.sampling, f"rate {plan.sample_rate:.4g}, expected batch "

@@ -98,7 +98,7 @@ def compare_command(
         rows.append(
             _run(schema, x, y, tested, method, epsilon, plan, out, book, table, speaker, options)
         )
-    _finish(rows, total, out, book, speaker)
+    _finish(rows, total, out, book, speaker, options["tuning_runs"])
 
 
 def _run(
@@ -129,7 +129,7 @@ def _run(
 
         estimator = fitted(schema, x, y, method, epsilon, opened, speaker, options)
         settings = {"table": table.name, "method": method, "epsilon": epsilon}
-        workspace.save(estimator, schema, {**settings, **settings_of(options)})
+        workspace.save(estimator, schema, {**settings, **settings_of(options)}, (x, y))
     run = Run.open(out / name)
     _, _, evaluation = evaluated(run, tested)
     run.write_metrics(evaluation.to_dict())
@@ -141,11 +141,18 @@ def _run(
     return report.ComparisonRow(method, own, evaluation, report=f"{name}/{REPORT}")
 
 
-def _finish(rows: list[Any], total: Any, out: Path, book: Path, speaker: Speaker) -> None:
+def _finish(
+    rows: list[Any],
+    total: Any,
+    out: Path,
+    book: Path,
+    speaker: Speaker,
+    tuning_runs: int | None,
+) -> None:
     import dpbnn
     from dpbnn import report
 
-    statement = dpbnn.Ledger(book).statement(delta=total.delta, tuning_runs=0)
+    statement = dpbnn.Ledger(book).statement(delta=total.delta, tuning_runs=tuning_runs)
     written = report.write_comparison(rows, out / "compare.html", total=statement)
     speaker.say(f"Wrote {written}. Choosing one of the runs by these figures is not accounted for.")
     speaker.say(statement)

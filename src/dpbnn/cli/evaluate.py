@@ -31,6 +31,8 @@ _NOTE = "These figures are computed from the test data, which they do not protec
 @click.option("--report", type=_PATH, help="The page [default: report.html in the run].")
 @click.option("--test-data-public", is_flag=True,
               help="Single test records may be shown in the report.")  # fmt: skip
+@click.option("--training-table", is_flag=True,
+              help="Evaluate on the very table of the training.")  # fmt: skip
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @speaking
 def evaluate_command(
@@ -38,6 +40,7 @@ def evaluate_command(
     table: Path,
     report: Path | None,
     test_data_public: bool,
+    training_table: bool,
     device: str,
     quiet: bool,
     as_json: bool,
@@ -56,7 +59,7 @@ def evaluate_command(
     with speaker.warnings():
         opened = Run.open(run, device)
         rows = read(table, options)
-        predictive, truth, evaluation = evaluated(opened, rows)
+        predictive, truth, evaluation = evaluated(opened, rows, training_table)
         covered = coverage(opened, predictive, truth)
     values = {**evaluation.to_dict(), **({"conformal": covered} if covered else {})}
     opened.write_metrics(values)
@@ -96,11 +99,21 @@ def report_command(run: Path, out: Path | None, quiet: bool, as_json: bool) -> N
     speaker.result({"run": str(run), "report": str(written)})
 
 
-def evaluated(run: Run, rows: Table) -> tuple[Predictive, Any, Evaluation]:
-    """Return predictions, targets in their own units and their evaluation."""
+def evaluated(
+    run: Run, rows: Table, training_table: bool = False
+) -> tuple[Predictive, Any, Evaluation]:
+    """Return predictions, targets in their own units and their evaluation.
+
+    Args:
+        run: the run.
+        rows: the test table.
+        training_table: whether it may be the one of the training.
+    """
     from dpbnn.evaluation import evaluate
 
     x, y = run.schema.encode(rows, target=True)
+    if not training_table:
+        run.check_test_table(x, y)
     truth = y if run.schema.classes is not None else run.schema.decode_target(y)
     predictive = run.estimator.predictive(x)
     return predictive, truth, evaluate(predictive, truth)

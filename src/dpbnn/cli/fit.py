@@ -125,7 +125,7 @@ def fit_command(
             "epsilon": epsilon,
             **settings_of(options),
         }
-        workspace.save(estimator, schema, settings)
+        workspace.save(estimator, schema, settings, (x, y))
     for name, value in estimator.calibration_.items():
         speaker.say(f"Held-out rows, {name}: {value:.4g}")
     speaker.say(f"Wrote {out}.")

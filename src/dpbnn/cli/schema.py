@@ -76,12 +76,23 @@ def _described(path: Path, target: str, task: str | None) -> dict[str, Any]:
                 f"{path}: {name} must be a list: two numbers are bounds, texts are categories"
             )
         numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in value)
+        if name == target and task is None and numbers and _look_like_labels(value):
+            raise ValueError(
+                f"{path}: {name} = {value} can be two classes or the bounds of a number; add "
+                f"--task classification or --task regression"
+            )
         classes = name == target and task == "classification"
         key = "bounds" if numbers and len(value) == 2 and not classes else "categories"
         columns[name] = {key: value if key == "bounds" else [str(v) for v in value]}
     own = columns.pop(target)
     aim = {"name": target, **{{"categories": "classes"}.get(k, k): v for k, v in own.items()}}
     return {"target": aim, "columns": columns}
+
+
+def _look_like_labels(values: list[Any]) -> bool:
+    """Whether two numbers may be the labels of two classes, such as 0 and 1, or -1 and 1."""
+    whole = len(values) == 2 and all(float(value).is_integer() for value in values)
+    return whole and (abs(values[1] - values[0]) == 1 or sorted(values) == [-1, 1])
 
 
 @click.group("schema")

@@ -14,6 +14,7 @@ from dpbnn.estimators.estimator import PrivateBayes, Target
 from dpbnn.estimators.scaling import as_array, in_a_line
 from dpbnn.messages import SHOWN
 from dpbnn.predictive import Predictive
+from dpbnn.privacy.checks import quoted
 
 __all__ = ["PrivateBayesClassifier"]
 
@@ -158,6 +159,11 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         if self.classes is None or self.on_bad_rows != "zero":
             with in_a_line("mend them", None):
                 check_classification_targets(y)
+        if self.classes is not None and not np.iterable(self.classes):
+            raise ValueError(
+                f"classes={quoted(self.classes)}: must list all labels that can occur, as in "
+                f"classes=[0, 1]"
+            )
         self.classes_ = np.unique(y if self.classes is None else np.asarray([*self.classes]))
         if len(self.classes_) < 2:
             raise ValueError(
@@ -168,8 +174,8 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         unknown = numbers < 0
         if unknown.any() and self.on_bad_rows != "zero":
             first = np.flatnonzero(unknown)[:SHOWN].tolist()
-            quoted = ", ".join(f"row {row}: {y[row]!r}" for row in first)
-            shown = f" ({quoted})" if self.on_bad_rows == "show" else ""
+            rows = ", ".join(f"row {row}: {y[row]!r}" for row in first)
+            shown = f" ({rows})" if self.on_bad_rows == "show" else ""
             raise ValueError(
                 f"y: {int(unknown.sum())} labels are none of classes={self.classes_.tolist()}"
                 f"{shown}; add them to classes, mend them, or pass on_bad_rows='zero'"

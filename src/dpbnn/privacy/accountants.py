@@ -12,15 +12,27 @@ import importlib.metadata
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from dpbnn.privacy.events import Event, UnsupportedEvent, check_relation, gaussian_mu
 from dpbnn.privacy.losses import expm1, loss_grid, self_composed
 from dpbnn.privacy.relation import Relation
 from dpbnn.privacy.sampling import Participation, Sampler
 
-__all__ = ["ACCOUNTANTS", "Accountant", "accountant", "default_accountant", "gaussian_epsilon"]
+__all__ = [
+    "ACCOUNTANTS",
+    "Accountant",
+    "Curve",
+    "accountant",
+    "default_accountant",
+    "gaussian_delta",
+    "gaussian_epsilon",
+]
+
+Curve = Callable[[np.ndarray], np.ndarray]  # from epsilons to deltas
 
 _DISTINCT_SIGMAS = 48
 
@@ -68,6 +80,14 @@ class Accountant(ABC):
             return math.inf
         return max(0.0, float(self._epsilon(events, delta, relation))) if events else 0.0
 
+    def curve(self, events: Iterable[Event], delta: float, relation: Relation) -> Curve:
+        """Return delta as a function of epsilon, of events that have a finite epsilon at `delta`.
+
+        By default it knows one point: delta at the epsilon of this accountant, and less for none.
+        """
+        epsilon = self.epsilon(events, delta, relation)
+        return lambda epsilons: _from_one_point(epsilons, epsilon, delta)
+
     def _refusal(self, event: Event, relation: Relation) -> str | None:
         return None
 
@@ -106,6 +126,11 @@ class PLD(Accountant):
 
     def _epsilon(self, events: list[Event], delta: float, relation: Relation) -> float:
         return _pld_epsilon(tuple(events), delta, relation)
+
+    def curve(self, events: Iterable[Event], delta: float, relation: Relation) -> Curve:
+        """Return delta as a function of epsilon; the allowance for rounding is added."""
+        losses, rounding = _composed(tuple(events), delta, relation)
+        return lambda epsilons: losses.get_delta_for_epsilon(epsilons) + rounding
 
 
 class RDP(Accountant):
@@ -214,6 +239,11 @@ class Exact(Accountant):
     def _epsilon(self, events: list[Event], delta: float, relation: Relation) -> float:
         return gaussian_epsilon(gaussian_mu(events, relation), delta)
 
+    def curve(self, events: Iterable[Event], delta: float, relation: Relation) -> Curve:
+        """Return delta as a function of epsilon."""
+        mu = gaussian_mu(list(events), relation)
+        return lambda epsilons: gaussian_delta(mu, epsilons)
+
 
 ACCOUNTANTS: dict[str, Accountant] = {a.name: a for a in (Exact(), PLD(), RDP(), GDPCLT())}
 
@@ -241,15 +271,26 @@ def default_accountant(events: Iterable[Event]) -> str:
     return "rdp"
 
 
-def gaussian_delta(mu: float, epsilon: float) -> float:
-    """Return delta(epsilon) of mu-Gaussian differential privacy."""
+def gaussian_delta(mu: float, epsilon: Any) -> Any:
+    """Return delta(epsilon) of mu-Gaussian differential privacy, for one epsilon or an array."""
     from scipy.special import log_ndtr
 
     if mu == 0:
-        return 0.0
+        return 0.0 * epsilon
     first = log_ndtr(-epsilon / mu + mu / 2)
     second = epsilon + log_ndtr(-epsilon / mu - mu / 2)
-    return float(math.exp(first) * -math.expm1(min(0.0, second - first)))
+    return np.exp(first) * -np.expm1(np.minimum(0.0, second - first))
+
+
+def _from_one_point(epsilons: np.ndarray, epsilon: float, delta: float) -> np.ndarray:
+    """Return what (epsilon, delta)-DP says of smaller epsilons.
+
+    A test's total variation is at most (e^epsilon - 1 + 2 delta)/(e^epsilon + 1), so
+
+        delta(e) <= 1 - (1 - delta) (1 + e^e)/(1 + e^epsilon).
+    """
+    ratio = np.exp(-np.logaddexp(0.0, epsilon) + np.logaddexp(0.0, epsilons))
+    return np.where(epsilons >= epsilon, delta, 1 - (1 - delta) * ratio)
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
@@ -332,6 +373,12 @@ def _split(
 
 @functools.lru_cache(maxsize=256)
 def _pld_epsilon(events: tuple[Event, ...], delta: float, relation: Relation) -> float:
+    losses, rounding = _composed(events, delta, relation)
+    return float(losses.get_epsilon_for_delta(delta - rounding))
+
+
+def _composed(events: tuple[Event, ...], delta: float, relation: Relation) -> tuple[Any, float]:
+    """Return the privacy losses of all events composed, and the allowance for rounding in delta."""
     from dp_accounting.pld import privacy_loss_distribution
 
     others = [event for event in events if not _on_grid(event)]
@@ -358,8 +405,7 @@ def _pld_epsilon(events: tuple[Event, ...], delta: float, relation: Relation) ->
         accountant = _pld_accountant(interval)
         accountant.compose(event.dp_event(relation))
         parts.append(accountant._pld)
-    total = functools.reduce(lambda one, two: one.compose(two), parts)
-    return float(total.get_epsilon_for_delta(delta - rounding))
+    return functools.reduce(lambda one, two: one.compose(two), parts), rounding
 
 
 @contextlib.contextmanager

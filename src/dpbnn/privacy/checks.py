@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from numbers import Real
 from typing import Any
 
@@ -16,8 +17,11 @@ __all__ = [
     "first_line",
     "quoted",
     "round_up",
+    "warn_if_weak",
+    "weak_points",
 ]
 
+_WEAK = 10  # epsilon above which little is promised
 _PLAIN = (str, int, float, type(None))
 
 
@@ -86,3 +90,25 @@ def check_one_process() -> None:
             f"WORLD_SIZE={size}: several processes were started together, and each would make "
             f"releases of its own and state only those; start one process, or unset WORLD_SIZE"
         )
+
+
+def weak_points(epsilon: float | None, delta: float, n: int | None) -> list[str]:
+    """Return what makes a guarantee promise little, in words; nothing where it promises enough."""
+    found = []
+    if epsilon is not None and _WEAK < epsilon < math.inf:
+        found.append(
+            f"epsilon = {epsilon:g} promises little: probabilities may differ by a factor of "
+            f"e^{epsilon:g}; 1 is common, and above {_WEAK} little is left"
+        )
+    if n is not None and delta >= 1 / n:
+        found.append(
+            f"delta = {delta:g} is not below 1/n = {1 / n:g}: publishing one record at random "
+            f"would meet it; 1e-5 or less says more"
+        )
+    return found
+
+
+def warn_if_weak(epsilon: float | None, delta: float, n: int) -> None:
+    """Warn the caller's caller where a budget promises little."""
+    for words in weak_points(epsilon, delta, n):
+        warnings.warn(words, stacklevel=3)

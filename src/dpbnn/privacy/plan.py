@@ -12,7 +12,7 @@ from typing import Any
 
 from dpbnn.privacy import accountants
 from dpbnn.privacy.accountants import Accountant
-from dpbnn.privacy.checks import check_between, round_up
+from dpbnn.privacy.checks import check_between, round_up, warn_if_weak
 from dpbnn.privacy.events import Event, check_relation
 from dpbnn.privacy.relation import Relation
 from dpbnn.privacy.sampling import Sampler, sampler
@@ -309,6 +309,7 @@ def plan(
     check_between(*_DELTA, delta=delta)
     check_between(*_EPOCHS, epochs=epochs)
     draw = sampler(sampling, n, batch_size)
+    warn_if_weak(epsilon, delta, n)
     relation = Relation.parse(relation)
     check_relation(draw.event(1.0), relation)
     others = tuple(

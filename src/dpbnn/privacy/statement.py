@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -11,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dpbnn.privacy import accountants
-from dpbnn.privacy.checks import round_up
-from dpbnn.privacy.events import Event
+from dpbnn.privacy.attack import Attack, attack_on
+from dpbnn.privacy.checks import round_up, weak_points
+from dpbnn.privacy.events import Event, UnsupportedEvent
 from dpbnn.privacy.mechanisms import MECHANISMS
 from dpbnn.privacy.relation import Relation
 
@@ -186,7 +188,7 @@ class PrivacyStatement:
             covers=(*_COVERS, *covers),
             randomness=randomness,
             tuning_runs=tuning_runs,
-            caveats=(*_caveats(own, delta, chosen, tuning_runs), *caveats),
+            caveats=(*_caveats(own, epsilon, delta, chosen, tuning_runs), *caveats),
         )
 
     @classmethod
@@ -212,6 +214,23 @@ class PrivacyStatement:
         """
         return tuple(part.to_dict() for part in self.released)
 
+    @functools.cached_property
+    def attack(self) -> Attack | None:
+        """What the best attack can achieve; None where there is no bound or an event is unknown.
+
+        It comes from the composed privacy loss of all releases, so it says more than one epsilon.
+        """
+        if not (self.private and self.complete and self.released):
+            return None
+        assert self.relation is not None
+        events = [part.event for part in self.released]
+        try:
+            if not accountants.accountant(self.accountant).rigorous:
+                return None
+            return attack_on(events, self.delta, self.relation, self.accountant)
+        except (UnsupportedEvent, ValueError):  # an event or accountant that is not known here
+            return None
+
     def to_dict(self) -> dict[str, Any]:
         """Return the statement as plain values; where not private, epsilon and delta are null."""
         names = [f.name.replace("released", "mechanisms") for f in dataclasses.fields(self)]
@@ -219,6 +238,7 @@ class PrivacyStatement:
         if not self.private:
             values["epsilon"] = values["delta"] = None
         values["relation"] = None if self.relation is None else str(self.relation)
+        values["attack"] = None if self.attack is None else self.attack.to_dict()
         return {"schema": SCHEMA, **values}
 
     def to_json(self) -> str:
@@ -237,6 +257,7 @@ class PrivacyStatement:
         schema = values.pop("schema", None)
         if schema != SCHEMA:
             raise ValueError(f"schema={schema!r}: this version reads statements of schema {SCHEMA}")
+        values.pop("attack", None)  # follows from the releases
         values["released"] = tuple(map(LabelledEvent.from_dict, values.pop("mechanisms")))
         for name in ("public", "covers", "caveats"):
             values[name] = tuple(values[name])
@@ -263,6 +284,7 @@ class PrivacyStatement:
                 f"up to delta.",
             ),
             item("Accountant", f"{self.accountant} ({self.accountant_version})"),
+            *([] if self.attack is None else [item("Attack", f"{self.attack}.")]),
             *(item("Mechanism", _describe(mechanism)) for mechanism in self.mechanisms),
             item("Covers", "; ".join(self.covers)),
             item("Public", "; ".join(self.public)),
@@ -343,6 +365,7 @@ def _union(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
 
 def _caveats(
     events: list[Event],
+    epsilon: float,
     delta: float,
     chosen: accountants.Accountant,
     tuning_runs: int | None,
@@ -353,11 +376,7 @@ def _caveats(
             f"{chosen.name} is an approximation that can lie below the true epsilon; it is no bound"
         )
     sizes = [event.n for event in events if event.n is not None]
-    if sizes and delta >= 1 / max(sizes):
-        caveats.append(
-            f"delta = {delta:g} is not below 1/n = {1 / max(sizes):g}: publishing one record at "
-            f"random would meet it; 1e-5 or less says more"
-        )
+    caveats += weak_points(epsilon, delta, max(sizes, default=None))
     if tuning_runs:
         caveats.append(
             f"{tuning_runs} other runs on the same data chose the settings and are not part of "

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from dpbnn.privacy.attack import Attack
 from dpbnn.privacy.checks import round_up
 from dpbnn.privacy.relation import Relation
 from dpbnn.privacy.statement import PrivacyStatement, statement_of
@@ -86,7 +87,9 @@ def read(privacy: PrivacyStatement | Mapping[str, Any]) -> Reading:
         reason = statement.reason.removeprefix("debug: not private, ")
         return Reading(banner="DEBUG: NOT PRIVATE" if debug else "NOT PRIVATE", reason=reason)
     approximate = statement.accountant == "gdp-clt"
-    chance = guess_chance(statement.epsilon, statement.delta)
+    alone = guess_chance(statement.epsilon, statement.delta)
+    attack = statement.attack
+    chance = alone if attack is None else min(alone, attack.right)
     return Reading(
         banner="",
         epsilon=round_up(statement.epsilon),
@@ -94,7 +97,7 @@ def read(privacy: PrivacyStatement | Mapping[str, Any]) -> Reading:
         approximate=approximate,
         chance=chance,
         protects=_protects(statement),
-        meaning=_meaning(statement, chance, approximate),
+        meaning=_meaning(statement, chance, alone, approximate),
         odds_of_failure=(
             f"Delta is for bad luck: except with probability {small(statement.delta)}, "
             f"the run behaves as if epsilon held without exception."
@@ -111,6 +114,7 @@ def read(privacy: PrivacyStatement | Mapping[str, Any]) -> Reading:
         details=(
             ("epsilon", ("about " if approximate else "") + round_up(statement.epsilon)),
             ("delta", small(statement.delta)),
+            *_attack(attack),
             ("unit", statement.unit),
             ("neighbouring datasets", f"{statement.relation}"),
             ("accountant", f"{statement.accountant} ({statement.accountant_version})"),
@@ -138,7 +142,19 @@ def _protects(statement: PrivacyStatement) -> str:
     )
 
 
-def _meaning(statement: PrivacyStatement, chance: float, approximate: bool) -> str:
+def _attack(attack: Attack | None) -> list[tuple[str, str]]:
+    """Return the technical facts on the best attack."""
+    if attack is None:
+        return []
+    found = "; ".join(
+        f"{percent_up(power)} at {100 * share:g}\N{NO-BREAK SPACE}% false positives"
+        for share, power in attack.power.items()
+    )
+    known = [] if attack.mu is None else [("mu (Gaussian DP), at most", round_up(attack.mu))]
+    return [*known, ("used records that an attacker finds, at most", found)]
+
+
+def _meaning(statement: PrivacyStatement, chance: float, alone: float, approximate: bool) -> str:
     question = (
         "which of two records was used"
         if statement.relation is Relation.REPLACE_ONE
@@ -148,8 +164,13 @@ def _meaning(statement: PrivacyStatement, chance: float, approximate: bool) -> s
     text = (
         f"Think of someone who knows every other record, all settings and the finished model, and "
         f"who bets on {question}, at even odds. Tossing a coin is right in 50 % of such bets. "
-        f"With this epsilon the best possible strategy is right in {bound} {percent_up(chance)}."
+        f"Here the best possible strategy is right in {bound} {percent_up(chance)}."
     )
+    if percent_up(alone) != percent_up(chance):
+        text += (
+            f" That follows from the whole privacy loss of the run; epsilon and delta alone would "
+            f"allow {percent_up(alone)}."
+        )
     if chance >= 0.99:
         text += " That is close to certainty: at this epsilon the guarantee alone promises little."
     return text

@@ -1,0 +1,106 @@
+"""Kinds of trouble that new users met, each with its right outcome."""
+
+import json
+import stat
+
+import numpy as np
+import pytest
+from command_line import run
+
+import dpbnn
+
+ROWS = "age,sex,y\n" + "39,F,0\n50,M,1\n61,F,0\n20,M,1\n" * 10
+BOUNDS = 'age = [0, 100]\nsex = ["F", "M"]\ny = {}\n'
+ABOUT = ("--target", "y", "--bounds", "bounds.toml")
+SHORT = ("--epochs", "5", "--quiet")
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    (tmp_path / "table.csv").write_text(ROWS)
+    (tmp_path / "test.csv").write_text(ROWS.replace("39,F,0\n", "", 1))
+    (tmp_path / "bounds.toml").write_text(BOUNDS.format("[0, 1]"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def fit(capsys, *more, out="run"):
+    return run(capsys, "fit", "table.csv", *ABOUT, "--epsilon", "1", "--out", out, *SHORT, *more)
+
+
+@pytest.mark.parametrize("target", ["[0, 1]", "[1, 2]", "[-1, 1]", "[1, 0]", "[0.0, 1.0]"])
+def test_a_target_that_may_be_classes_or_bounds_is_refused_before_spending(place, capsys, target):
+    (place / "bounds.toml").write_text(BOUNDS.format(target))
+    code, _, err = fit(capsys)
+    assert code == 2
+    assert "can be two classes or the bounds of a number" in err
+    assert "--task" in err
+    assert not (place / "run").exists()
+
+
+@pytest.mark.parametrize(("target", "task"), [("[0, 5]", None), ("[0, 1]", "regression")])
+def test_clear_bounds_are_a_regression(place, capsys, target, task):
+    (place / "bounds.toml").write_text(BOUNDS.format(target))
+    more = () if task is None else ("--task", task)
+    code, _, err = fit(capsys, *more)
+    assert code == 0, err
+    assert 'task = "regression"' in (place / "run" / "schema.toml").read_text()
+
+
+def test_evaluate_refuses_the_training_table_unless_asked(place, capsys):
+    assert fit(capsys, "--task", "classification")[0] == 0
+    code, _, err = run(capsys, "evaluate", "run", "table.csv")
+    assert code == 2
+    assert "is the one that the run was trained on" in err
+    assert not (place / "run" / "metrics.json").exists()
+    assert run(capsys, "evaluate", "run", "table.csv", "--training-table", "--quiet")[0] == 0
+    assert run(capsys, "evaluate", "run", "test.csv", "--quiet")[0] == 0
+
+
+def test_the_fingerprint_is_private_salted_and_no_part_of_the_manifest(place, capsys):
+    for name in ("one", "two"):
+        assert fit(capsys, "--task", "classification", out=name)[0] == 0
+    kept = [json.loads((place / name / "private.json").read_text()) for name in ("one", "two")]
+    assert kept[0]["table"] != kept[1]["table"]  # the same table, another salt
+    assert stat.S_IMODE((place / "one" / "private.json").stat().st_mode) == 0o600
+    manifest = (place / "one" / "manifest.json").read_text()
+    assert kept[0]["table"] not in manifest
+    assert "private.json" not in manifest
+    (place / "one" / "private.json").unlink()
+    assert run(capsys, "evaluate", "one", "table.csv", "--quiet")[0] == 0
+
+
+def test_compare_states_the_tuning_runs_that_were_declared(place, capsys):
+    common = ("compare", "table.csv", *ABOUT, "--task", "classification", "--methods", "sgd",
+              "--epsilons", "1", "--test", "test.csv", "--yes", "--epochs", "3")  # fmt: skip
+    for declared, words in ((("--tuning-runs", "7"), "7 tuning runs declared"),
+                            ((), "number of tuning runs not declared")):  # fmt: skip
+        code, out, err = run(capsys, *common, *declared, "--out", f"out{len(declared)}")
+        assert code == 0, err
+        assert words in " ".join(out.split())
+
+
+def test_weak_promises_are_warned_of():
+    with pytest.warns(UserWarning, match="epsilon = 1000 promises little"):
+        plan = dpbnn.plan(epsilon=1000, delta=1e-5, n=600, batch_size=60, epochs=1)
+    assert any("promises little" in caveat for caveat in plan.statement().caveats)
+    with pytest.warns(UserWarning, match="not below 1/n"):
+        dpbnn.plan(epsilon=1, delta=0.01, n=600, batch_size=60, epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"classes": 2}, "classes=2: must list all labels"),
+        ({"device": "mps:77"}, "device='mps:77': cannot be used here"),
+        ({"device": "gpu"}, "device='gpu': cannot be used here"),
+    ],
+)
+def test_wrong_settings_are_one_short_line(settings, words):
+    x = np.random.default_rng(0).uniform(size=(40, 2))
+    arguments = {"classes": [0, 1], "bounds": (0, 1), "epochs": 2, **settings}
+    with pytest.raises(ValueError, match="must list|cannot be used") as error:
+        dpbnn.PrivateBayesClassifier(**arguments).fit(x, (x[:, 0] > 0.5).astype(int))
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 330
