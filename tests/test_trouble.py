@@ -99,7 +99,7 @@ def test_weak_promises_are_warned_of():
 def test_wrong_settings_are_one_short_line(settings, words):
     x = np.random.default_rng(0).uniform(size=(40, 2))
     arguments = {"classes": [0, 1], "bounds": (0, 1), "epochs": 2, **settings}
-    with pytest.raises(ValueError, match="must list|cannot be used") as error:
+    with pytest.raises(ValueError, match=r"must list|cannot be used") as error:
         dpbnn.PrivateBayesClassifier(**arguments).fit(x, (x[:, 0] > 0.5).astype(int))
     assert words in str(error.value)
     assert "\n" not in str(error.value)
