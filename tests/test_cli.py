@@ -190,7 +190,7 @@ def test_fit_predict_evaluate_report(capsys, place):
     assert "training: step 100/100" in err
     held = {path.name for path in (place / "run").iterdir()}
     files = {"manifest.json", "ledger.jsonl", "ledger.jsonl.head", "schema.toml", "model", ".lock"}
-    assert held == files
+    assert held == {*files, "private.json"}
     assert sorted(path.name for path in place.iterdir() if path.name.startswith(".")) == []
 
     assert run(capsys, "predict", "run", "new.csv", "--out", "p.csv")[0] == 0
