@@ -1,6 +1,7 @@
 """Networks: the papers' ones, layers with Gaussian weights, and the register of all layers."""
 
 from dpbnn.networks import attention as _attention  # noqa: F401  (registers its layers)
+from dpbnn.networks import recurrent as _recurrent  # noqa: F401  (registers its layers)
 from dpbnn.networks.gaussian import (
     GaussianConv2d,
     GaussianLayer,
