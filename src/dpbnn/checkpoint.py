@@ -51,7 +51,8 @@ class Keys:
     @classmethod
     def new(cls) -> Keys:
         """Draw keys from operating-system entropy."""
-        return cls(secrets.token_hex(8), *(secrets.token_bytes(32) for _ in range(3)))
+        noise, sampling, salt = (secrets.token_bytes(32) for _ in range(3))
+        return cls(secrets.token_hex(8), noise, sampling, salt)
 
     @property
     def what(self) -> str:

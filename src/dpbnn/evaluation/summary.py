@@ -158,19 +158,10 @@ def evaluate(
 
 
 def _classification(c: Classified, options: dict[str, Any]) -> Evaluation:
-    width = classification.edges_of(c.confidence, 15, "width")
-    mass = classification.edges_of(c.confidence, 15, "mass")
-    metrics: dict[str, Callable[[Sums], Floats]] = {
-        "accuracy": lambda sums: classification.accuracies(c, sums),
-        "nll": lambda sums: classification.nlls(c, sums),
-        "brier": lambda sums: classification.briers(c, sums),
-        "ece": lambda sums: classification.eces(c, sums, width),
-        "ece_mass": lambda sums: classification.eces(c, sums, mass),
-        "mce": lambda sums: classification.mces(c, sums, width),
-        "classwise_ece": lambda sums: classification.classwise_eces(c, sums, 15),
-        "global_gap": lambda sums: classification.global_gaps(c, sums),
-        "aurc": lambda sums: selective.aurcs(c, sums),
-    }
+    found = classification.metrics_of(c)
+    found["ece_mass"] = classification.metrics_of(c, kind="mass")["ece"]
+    found["aurc"] = lambda sums: selective.aurcs(c, sums)
+    metrics = {name: found[name] for name in LABELS if name in found}
     curve = selective.risk_coverage_of(c, "confidence")
     kept = np.unique(np.linspace(0, len(c) - 1, min(len(c), _CURVE)).round().astype(int))
     return Evaluation(
@@ -178,7 +169,7 @@ def _classification(c: Classified, options: dict[str, Any]) -> Evaluation:
         n=len(c),
         metrics=resampled(metrics, len(c), ranges=_RANGES, **options),
         level=options["level"],
-        reliability=classification.reliability_of(c, width),
+        reliability=classification.reliability_of(c, classification.even_edges(15)),
         confidence_histogram=_histogram(c.confidence),
         risk_coverage=RiskCoverage(curve.coverage[kept], curve.risk[kept], curve.aurc),
     )
