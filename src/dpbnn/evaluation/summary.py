@@ -91,9 +91,9 @@ class Evaluation:
         }
         for name, kind in kinds.items():
             if values[name] is not None:
-                values[name] = _curve(kind, values[name])
-        values["metrics"] = {n: _numbers(Metric, m) for n, m in values["metrics"].items()}
-        values["coverage"] = tuple(_numbers(Coverage, c) for c in values["coverage"])
+                values[name] = _read(kind, values[name])
+        values["metrics"] = {n: _read(Metric, m) for n, m in values["metrics"].items()}
+        values["coverage"] = tuple(_read(Coverage, c) for c in values["coverage"])
         return cls(**values)
 
     @classmethod
@@ -221,16 +221,10 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _numbers(kind: type, values: dict[str, Any]) -> Any:
-    return kind(**{k: math.nan if v is None else float(v) for k, v in values.items()})
+def _read(kind: type, values: dict[str, Any]) -> Any:
+    def number(value: Any) -> Any:
+        if isinstance(value, list):
+            return np.array([math.nan if item is None else item for item in value])
+        return math.nan if value is None else float(value)
 
-
-def _curve(kind: type, values: dict[str, Any]) -> Any:
-    return kind(
-        **{
-            name: np.array([math.nan if v is None else v for v in value])
-            if isinstance(value, list)
-            else float(value)
-            for name, value in values.items()
-        }
-    )
+    return kind(**{name: number(value) for name, value in values.items()})
