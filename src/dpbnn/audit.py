@@ -39,8 +39,6 @@ from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.sampling import Sampler
 from dpbnn.training import fit
 
-__all__ = ["PrivacyBug", "Replay", "replay"]
-
 _STEPS = 4
 _TOLERANCE = 1e-5
 

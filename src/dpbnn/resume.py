@@ -36,8 +36,6 @@ from dpbnn.privacy.plan import Plan
 from dpbnn.progress import deferred_interrupt, progress_bar
 from dpbnn.rows import Rows
 
-__all__ = ["FAILED", "Run"]
-
 FAILED = (
     "the method, the network or the likelihood raised an error on a batch of the data",
     "run it on public rows of that shape to see more",

@@ -28,17 +28,6 @@ import torch
 from dpbnn import __version__
 from dpbnn.privacy.locks import sync_folder
 
-__all__ = [
-    "MANIFEST",
-    "new_folder",
-    "plain",
-    "read_manifest",
-    "replace_file",
-    "restored",
-    "sync_tree",
-    "write_manifest",
-]
-
 MANIFEST = "manifest.json"
 VERSION = 2  # version 1: an estimator's manifest is estimator.json; a run's hashes are all in one
 _FIRST = "estimator.json"

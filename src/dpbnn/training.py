@@ -32,8 +32,6 @@ from dpbnn.privacy.statement import PrivacyStatement
 from dpbnn.resume import FAILED, Run
 from dpbnn.rows import checked_rows
 
-__all__ = ["fit", "load"]
-
 
 def fit(
     model: nn.Module | Callable[[], nn.Module],

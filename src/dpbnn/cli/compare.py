@@ -20,8 +20,6 @@ from dpbnn.cli.say import Speaker, speaking
 if TYPE_CHECKING:
     from dpbnn.privacy.plan import Plan
 
-__all__ = ["compare_command"]
-
 _PATH = click.Path(path_type=Path)
 
 

@@ -13,8 +13,6 @@ import click
 from dpbnn.cli.account import plan_table, print_table
 from dpbnn.cli.say import Speaker, speaking
 
-__all__ = ["demo_command"]
-
 _MARK = "dpbnn demo"
 _TUNING_RUNS = 75  # most runs on the digits among those that chose the library's defaults
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from dpbnn.report import RunPage
     from dpbnn.runs import Run
 
-__all__ = ["evaluate_command", "evaluated", "page", "report_command"]
-
 _PATH = click.Path(path_type=Path)
 _NOTE = "These figures are computed from the test data, which they do not protect."
 

@@ -15,15 +15,6 @@ if TYPE_CHECKING:
     from dpbnn.data import Schema
     from dpbnn.estimators.estimator import PrivateBayes
 
-__all__ = [
-    "fit_command",
-    "fitted",
-    "read_training_table",
-    "settings_of",
-    "table_options",
-    "training_options",
-]
-
 _PATH = click.Path(path_type=Path)
 _ABOUT = ("schema", "target", "bounds", "task")
 _READING = ("encoding", "separator", "decimal", "names")

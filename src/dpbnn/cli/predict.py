@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from dpbnn.predictive import Predictive
     from dpbnn.runs import Run
 
-__all__ = ["predict_command"]
-
 _PATH = click.Path(path_type=Path)
 _ROWS = 8192  # predicted at once
 

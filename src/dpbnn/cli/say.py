@@ -10,8 +10,6 @@ from typing import Any
 
 import click
 
-__all__ = ["Speaker", "speaking"]
-
 
 class Speaker:
     """Prints text unless told to be quiet or to print JSON.

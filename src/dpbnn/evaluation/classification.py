@@ -14,18 +14,6 @@ import numpy as np
 from dpbnn.evaluation.checked import Classified, Floats, Integers
 from dpbnn.evaluation.resampling import Sums, Whole
 
-__all__ = [
-    "Reliability",
-    "accuracy",
-    "brier",
-    "classwise_ece",
-    "ece",
-    "global_gap",
-    "mce",
-    "nll",
-    "reliability",
-]
-
 
 def accuracy(predictive: Any, y: Any) -> float:
     """Return the share of records whose most probable class is the label."""

@@ -18,8 +18,6 @@ from dpbnn.evaluation.checked import Floats, Targeted, array, finite
 from dpbnn.evaluation.resampling import Sums, Whole
 from dpbnn.predictive import Predictive
 
-__all__ = ["Coverage", "crps", "interval_coverage", "log_likelihood", "pit", "rmse"]
-
 LEVELS = (0.5, 0.8, 0.9, 0.95)
 _BLOCK = 1 << 17  # numbers in a temporary array, few enough for the cache
 _WIDTHS = 2000  # largest number of records whose intervals are computed

@@ -11,8 +11,6 @@ import numpy as np
 
 from dpbnn.evaluation.checked import Floats, Integers, array
 
-__all__ = ["Metric", "Resamples", "Sums", "Whole", "bootstrap"]
-
 _UNITS = 10_000  # largest number of units drawn with replacement
 _CELLS = 5_000_000  # numbers in a block of weights
 

@@ -11,8 +11,6 @@ from dpbnn.evaluation.checked import Classified, Floats, array, finite
 from dpbnn.evaluation.resampling import Sums, Whole
 from dpbnn.predictive import Predictive
 
-__all__ = ["RiskCoverage", "ood_auroc", "risk_coverage"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RiskCoverage:

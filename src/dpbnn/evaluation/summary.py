@@ -18,8 +18,6 @@ from dpbnn.evaluation.resampling import Metric, Sums, resampled
 from dpbnn.evaluation.selective import RiskCoverage
 from dpbnn.predictive import RealPredictive
 
-__all__ = ["Evaluation", "Histogram", "evaluate"]
-
 SCHEMA = 1
 _CURVE = 200  # largest number of points in a stored curve
 

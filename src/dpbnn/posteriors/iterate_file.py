@@ -25,8 +25,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-__all__ = ["IterateStore", "IterateWriter"]
-
 _INDEX = "__index__"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 _FORMAT = {"format": "dpbnn-iterates", "version": "1"}

@@ -21,8 +21,6 @@ from dpbnn.posteriors.evaluate import Draws, Inputs, evaluate
 from dpbnn.predictive import Predictive
 from dpbnn.storage import new_folder
 
-__all__ = ["Posterior", "predictive_from"]
-
 
 class Posterior(ABC):
     """A distribution over the weights of a network.

@@ -20,8 +20,6 @@ from dpbnn.privacy.losses import expm1, loss_grid, self_composed
 from dpbnn.privacy.relation import Relation
 from dpbnn.privacy.sampling import Participation, Sampler
 
-__all__ = ["ACCOUNTANTS", "Accountant", "accountant", "default_accountant", "gaussian_epsilon"]
-
 _DISTINCT_SIGMAS = 48
 
 

@@ -27,8 +27,6 @@ from dpbnn.privacy.relation import Relation
 from dpbnn.privacy.sampling import Participation
 from dpbnn.privacy.statement import PrivacyStatement
 
-__all__ = ["BayesianAccountant", "given_observers"]
-
 LEVELS = 2048
 """Clipped norms are kept as whole numbers c, rounded up: norm <= clip (c / LEVELS)^2."""
 

@@ -15,17 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = [
-    "attack_probability",
-    "best_order",
-    "left_cost",
-    "moments_epsilon",
-    "pair_distances",
-    "smallest",
-    "step_cost",
-    "upper_mean",
-]
-
 Array = NDArray[np.float64]
 
 

@@ -12,21 +12,6 @@ from markupsafe import Markup
 from dpbnn.report.plain_words import percent_up
 from dpbnn.report.svg import Drawing, Scale
 
-__all__ = [
-    "band",
-    "class_draws",
-    "confidence_histogram",
-    "coverage",
-    "guess",
-    "key_symbol",
-    "metric_by_epsilon",
-    "pit",
-    "real_draws",
-    "reliability",
-    "risk_coverage",
-    "wilson",
-]
-
 _WIDTH = 380.0
 _LEFT, _RIGHT = 42.0, 366.0
 _UNIT = [0, 0.2, 0.4, 0.6, 0.8, 1]

@@ -9,8 +9,6 @@ from html import escape
 
 from markupsafe import Markup
 
-__all__ = ["Drawing", "Scale", "number", "ticks"]
-
 Pair = tuple[float, float]
 
 
