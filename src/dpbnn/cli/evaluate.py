@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,8 +38,7 @@ def evaluate_command(
     report: Path | None,
     test_data_public: bool,
     device: str,
-    quiet: bool,
-    as_json: bool,
+    speaker: Speaker,
     **options: Any,
 ) -> None:
     r"""Evaluate a run on a test table: metrics.json and report.html in the run directory.
@@ -50,7 +50,6 @@ def evaluate_command(
     from dpbnn import report as reports
     from dpbnn.runs import REPORT, Run
 
-    speaker = Speaker(quiet, as_json)
     with speaker.warnings():
         opened = Run.open(run, device)
         rows = read(table, options)
@@ -77,7 +76,7 @@ def evaluate_command(
 @click.argument("run", type=_PATH)
 @click.option("--out", type=_PATH, help="The page [default: report.html in the run].")
 @speaking
-def report_command(run: Path, out: Path | None, quiet: bool, as_json: bool) -> None:
+def report_command(run: Path, out: Path | None, speaker: Speaker) -> None:
     r"""Write a run's page again from what is stored; single test records are not stored.
 
     \b
@@ -87,7 +86,6 @@ def report_command(run: Path, out: Path | None, quiet: bool, as_json: bool) -> N
     from dpbnn import report as reports
     from dpbnn.runs import REPORT, Run
 
-    speaker = Speaker(quiet, as_json)
     opened = Run.open(run)
     written = reports.write(page(opened, opened.metrics), out or opened.folder / REPORT)
     speaker.say(f"Wrote {written}.")
@@ -155,8 +153,6 @@ def _with_records(
     contents: RunPage, run: Run, rows: Table, predictive: Predictive, truth: Any
 ) -> RunPage:
     """Return the page with the most and least certain test records."""
-    import dataclasses
-
     from dpbnn import report as reports
 
     names = [column.name for column in run.schema.columns]
