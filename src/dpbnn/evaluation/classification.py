@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dpbnn.evaluation.checked import Classified, Floats, Integers
-from dpbnn.evaluation.resampling import Sums, Whole
+from dpbnn.evaluation.resampling import Sums
 
 
 def accuracy(predictive: Any, y: Any) -> float:
@@ -109,7 +109,7 @@ def reliability(predictive: Any, y: Any, bins: int = 15, kind: str = "width") ->
 
 def reliability_of(c: Classified, edges: Floats) -> Reliability:
     """Return the data of a reliability diagram with these bins."""
-    sums, slot, slots = Whole(len(c)), slots_of(c.confidence, edges), len(edges) - 1
+    sums, slot, slots = Sums(len(c)), slots_of(c.confidence, edges), len(edges) - 1
     counts = sums(np.ones(len(c)), slot, slots)[0]
     with np.errstate(invalid="ignore"):
         confidence = sums(c.confidence, slot, slots)[0] / counts
@@ -178,4 +178,4 @@ def slots_of(values: Floats, edges: Floats) -> Integers:
 
 def _value(name: str, predictive: Any, y: Any, bins: int = 15, kind: str = "width") -> float:
     c = Classified.of(predictive, y)
-    return float(metrics_of(c, bins, kind)[name](Whole(len(c)))[0])
+    return float(metrics_of(c, bins, kind)[name](Sums(len(c)))[0])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dpbnn.evaluation.checked import Classified, Floats, array, finite
-from dpbnn.evaluation.resampling import Sums, Whole
+from dpbnn.evaluation.resampling import Resamples, Sums
 from dpbnn.predictive import Predictive
 
 
@@ -59,7 +59,7 @@ def aurcs(c: Classified, sums: Sums) -> Floats:
 
     Resampled curves are computed at 200 points and interpolated linearly.
     """
-    if isinstance(sums, Whole):
+    if not isinstance(sums, Resamples):
         return np.array([risk_coverage_of(c, "confidence").aurc])
     slots = min(len(c), 200)
     slot = np.empty(len(c), dtype=np.int64)
