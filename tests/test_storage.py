@@ -119,6 +119,21 @@ def test_a_manifest_that_checks_nothing_is_refused(tmp_path, broken):
         read(folder)
 
 
+def test_a_manifest_without_one_of_its_entries_is_one_clear_error(tmp_path):
+    folder = tmp_path / "point"
+    dpbnn.posteriors.PointPosterior(dpbnn.mlp(2, (3,), 2), "categorical").save(folder)
+    whole = json.loads((folder / "manifest.json").read_text())
+    for name in whole.keys() - {"versions", "model"}:  # these are for readers
+        rest = {key: value for key, value in whole.items() if key != name}
+        (folder / "manifest.json").write_text(json.dumps(rest))
+        with pytest.raises(ValueError, match=r"manifest\.json|Install") as caught:
+            dpbnn.load(folder)
+        assert type(caught.value) is ValueError
+    (folder / "manifest.json").write_text(json.dumps({**whole, "version": 9, "versions": 3}))
+    with pytest.raises(ValueError, match="unknown"):
+        dpbnn.load(folder)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="links need a right there")
 @pytest.mark.parametrize("there", ["saved", "empty", "missing"])
 def test_a_link_to_a_folder_stays_a_link(tmp_path, there):

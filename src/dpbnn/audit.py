@@ -1,8 +1,8 @@
 """Audits: what a release does when one record changes, and what else changes with it.
 
-An audit makes its own way to release, an `Auditor`, and gives it to the gates that run: to `fit` as
-an argument, to those of a user's function or method by standing in front of `Gate`. It charges no
-ledger; every ledger that it meets says "not private" from then on.
+An audit makes its own way to release, an `Auditor`, and gives it to the gates that run, those of
+`fit` or of a user's own function, by standing in front of `Gate`. It charges no ledger; every
+ledger that it meets says "not private" from then on.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ from dpbnn.privacy.module_state import described, differing
 from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.sampling import Sampler
 from dpbnn.training import fit
-
-__all__ = ["PrivacyBug", "Replay", "replay"]
 
 _STEPS = 4
 _TOLERANCE = 1e-5
@@ -152,13 +150,7 @@ def replay(
                 f"{quoted(method_or_function)}: must be a function of a dataset, or a method's "
                 f"settings such as dpbnn.SGD()"
             )
-        function = method_or_function
-
-        def called(auditor: Auditor, rows: Any) -> Any:
-            with _gates_of(auditor):
-                return function(rows)
-
-        return _replayed(called, data, neighbour, seed, trace)
+        return _replayed(method_or_function, data, neighbour, seed, trace)
     if model is None:
         raise ValueError(
             f"model: missing; {type(method_or_function).__name__} needs a network, as in "
@@ -170,12 +162,11 @@ def replay(
         noise_multiplier=1.0, delta=1e-5, n=n, sampling="full-batch", steps=_STEPS
     )
 
-    def trained(auditor: Auditor, rows: Any) -> dict[str, Any]:
-        with _gates_of(auditor):  # those of the method's own too
-            posterior = fit(
-                network, rows, likelihood, prior, method, chosen, seed=seed, on_bad_rows="zero",
-                progress=False, _auditor=auditor,
-            )  # fmt: skip
+    def trained(rows: Any) -> dict[str, Any]:
+        posterior = fit(
+            network, rows, likelihood, prior, method, chosen, seed=seed, on_bad_rows="zero",
+            progress=False,
+        )  # fmt: skip
         return _public(posterior)
 
     if isinstance(neighbour, int) and not isinstance(neighbour, bool):
@@ -187,20 +178,20 @@ def replay(
 
 
 def _replayed(
-    run: Callable[[Auditor, Any], Any], data: Any, neighbour: Any, seed: int, trace: bool
+    run: Callable[[Any], Any], data: Any, neighbour: Any, seed: int, trace: bool
 ) -> Replay:
     """Run on the data and on the neighbour, each with an auditor, and compare everything."""
     masked = neighbour if isinstance(neighbour, int) and not isinstance(neighbour, bool) else None
     key = hashlib.blake2b(str(seed).encode(), person=b"dpbnn replay").digest()
     if trace:  # once before, so that what is done only the first time shows in no trace
-        with _seeded(seed):
-            run(_Auditor(key), data)
+        with _seeded(seed), _gates_of(_Auditor(key)):
+            run(data)
     first = _Auditor(key)
-    with _seeded(seed), _traced(trace) as first_calls:
-        first_result = run(first, data)
+    with _seeded(seed), _gates_of(first), _traced(trace) as first_calls:
+        first_result = run(data)
     second = _Auditor(key, first, masked)
-    with _seeded(seed), _traced(trace) as second_calls:
-        second_result = run(second, data if masked is not None else neighbour)
+    with _seeded(seed), _gates_of(second), _traced(trace) as second_calls:
+        second_result = run(data if masked is not None else neighbour)
 
     differences = [*second.differences]
     if second.count < first.count:

@@ -49,10 +49,10 @@ class Keys:
     bound: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def new(cls, sampling: bytes | None = None) -> Keys:
+    def new(cls) -> Keys:
         """Draw keys from operating-system entropy."""
-        drawn = [secrets.token_bytes(32) for _ in range(3)]
-        return cls(secrets.token_hex(8), drawn[0], sampling or drawn[1], drawn[2])
+        noise, sampling, salt = (secrets.token_bytes(32) for _ in range(3))
+        return cls(secrets.token_hex(8), noise, sampling, salt)
 
     @property
     def what(self) -> str:

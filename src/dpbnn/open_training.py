@@ -11,8 +11,6 @@ from dpbnn.messages import unquoted
 from dpbnn.methods.method import OpenProcess
 from dpbnn.resume import FAILED, Run
 
-__all__ = ["OpenRun"]
-
 
 class OpenRun(Run):
     """Visits records without a gate. The ledger counts a step as one without privacy."""

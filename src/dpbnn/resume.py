@@ -28,15 +28,13 @@ from dpbnn.methods.watch import Watch
 from dpbnn.posteriors import Posterior
 from dpbnn.privacy.bayesian import BayesianAccountant
 from dpbnn.privacy.events import Event
-from dpbnn.privacy.gate import Auditor, Gate
+from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.keys import ratchet
 from dpbnn.privacy.ledger import Attempt, Ledger
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.plan import Plan
 from dpbnn.progress import deferred_interrupt, progress_bar
 from dpbnn.rows import Rows
-
-__all__ = ["FAILED", "Run"]
 
 FAILED = (
     "the method, the network or the likelihood raised an error on a batch of the data",
@@ -66,7 +64,6 @@ class Run(ABC):
     observers: Sequence[BayesianAccountant] = ()
     beside_paid: bool = False
     seed: int = 0
-    auditor: Auditor | None = None
 
     def __post_init__(self) -> None:
         self.x, self.y, self.out = self.rows.x, self.rows.y, self.problem.folder
@@ -117,7 +114,6 @@ class Run(ABC):
                 step=self.step,
                 attempt=attempt,
                 watchers=[observer.watch for observer in self.observers],
-                auditor=self.auditor,
             )
             try:
                 self.process.ready(self.state)
@@ -192,7 +188,7 @@ class Run(ABC):
         keys = None
         if self.folder is not None and before is not None:
             keys = self.folder.keys(before.step)
-        keys = keys or Keys.new(None if self.auditor is None else self.auditor.sampling_key)
+        keys = keys or Keys.new()
         if self.folder is not None:
             keys.bind(
                 self.problem.trainable().values(),

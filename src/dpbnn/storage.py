@@ -28,17 +28,6 @@ import torch
 from dpbnn import __version__
 from dpbnn.privacy.locks import sync_folder
 
-__all__ = [
-    "MANIFEST",
-    "new_folder",
-    "plain",
-    "read_manifest",
-    "replace_file",
-    "restored",
-    "sync_tree",
-    "write_manifest",
-]
-
 MANIFEST = "manifest.json"
 VERSION = 2  # version 1: an estimator's manifest is estimator.json; a run's hashes are all in one
 _FIRST = "estimator.json"
@@ -103,6 +92,13 @@ def new_folder(folder: Path, what: str, *, overwrite: bool) -> Iterator[Path]:
         raise
 
 
+class Manifest(dict[str, Any]):
+    """The entries of a manifest; one that is missing is a clear error."""
+
+    def __missing__(self, name: str) -> Any:
+        raise ValueError(f"a {MANIFEST} lacks its entry {name!r}; copy the whole folder again.")
+
+
 def write_manifest(folder: Path, format: str, values: Mapping[str, Any]) -> None:
     """Write the manifest of a folder whose files are complete.
 
@@ -128,7 +124,7 @@ def write_manifest(folder: Path, format: str, values: Mapping[str, Any]) -> None
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
 
-def read_manifest(folder: Path, format: str, origin: str) -> dict[str, Any]:
+def read_manifest(folder: Path, format: str, origin: str) -> Manifest:
     """Return the manifest of a folder, after checking format, version and the hash of every file.
 
     Args:
@@ -140,7 +136,7 @@ def read_manifest(folder: Path, format: str, origin: str) -> dict[str, Any]:
     if not path.is_file() and (folder / _FIRST).is_file():
         path = folder / _FIRST
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
+        manifest = json.loads(path.read_text())
     except FileNotFoundError:
         raise FileNotFoundError(
             errno.ENOENT, f"no {MANIFEST}: pass a folder written by {origin}", str(folder)
@@ -149,12 +145,13 @@ def read_manifest(folder: Path, format: str, origin: str) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read ({error}); save it again.") from None
     if not isinstance(manifest, dict):
         raise ValueError(f"{path} is not a manifest; copy the whole folder again.")
-    found = manifest.get("format"), manifest.get("version")
+    found, made = (manifest.get("format"), manifest.get("version")), manifest.get("versions")
     if found[0] != format or found[1] not in range(1, VERSION + 1):
         raise ValueError(
             f"{folder} has format {found[0]!r} version {found[1]!r}; this dpbnn "
             f"{__version__} reads {format!r} up to version {VERSION}. Install the dpbnn that wrote "
-            f"it ({manifest.get('versions', {}).get('dpbnn', 'unknown')}) or a newer one."
+            f"it ({made.get('dpbnn', 'unknown') if isinstance(made, dict) else 'unknown'}) or a "
+            f"newer one."
         )
     manifest["files"] = _files(manifest)
     listed = isinstance(manifest["files"], dict) and (manifest["files"] or path.name == _FIRST)
@@ -171,7 +168,7 @@ def read_manifest(folder: Path, format: str, origin: str) -> dict[str, Any]:
                 f"{folder / name} is not what was saved (its sha256 differs from the "
                 f"manifest's); copy the folder again from its source."
             )
-    return manifest
+    return Manifest(manifest)
 
 
 def plain(value: Any, *, as_text: bool = False) -> Any:

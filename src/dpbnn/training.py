@@ -26,14 +26,11 @@ from dpbnn.posteriors.evaluate import unfused_attention
 from dpbnn.priors import Gaussian, Prior
 from dpbnn.privacy.bayesian import BayesianAccountant, given_observers
 from dpbnn.privacy.checks import check_count, check_one_process, first_line, quoted
-from dpbnn.privacy.gate import Auditor
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.statement import PrivacyStatement
 from dpbnn.resume import FAILED, Run
 from dpbnn.rows import checked_rows
-
-__all__ = ["fit", "load"]
 
 
 def fit(
@@ -58,7 +55,6 @@ def fit(
     observers: Sequence[BayesianAccountant] = (),
     beside_paid: bool = False,
     accountants: Sequence[BayesianAccountant] | None = None,
-    _auditor: Auditor | None = None,
 ) -> Posterior:
     """Train a Bayesian network on a plan and return its posterior.
 
@@ -146,7 +142,7 @@ def fit(
             method, problem, process, settled, clip, watch, rows,
             ledger=ledger, resume=resume, debug_seed=debug_seed,
             every=checkpoint_every or max(1, settled.steps // 20), observers=observers,
-            beside_paid=beside_paid, seed=seed, auditor=_auditor,
+            beside_paid=beside_paid, seed=seed,
         )  # fmt: skip
         with run.opened():
             run.train(sys.stderr.isatty() if progress is None else progress)

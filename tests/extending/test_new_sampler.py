@@ -178,6 +178,20 @@ def test_an_observer_takes_no_rate_for_a_chance_either(monkeypatch):
     assert found[0] == found[1]
 
 
+def test_a_subclass_is_not_accounted_for_under_its_parents_name(monkeypatch):
+    class Biased(dpbnn.Poisson):
+        def _draw(self, step, generator, records):
+            return np.arange(int(self.batch_size))
+
+    with pytest.raises(UnsupportedEvent, match=r"Biased: .*'poisson'.* @register"):
+        Biased(100, 10).event(1.0)
+    with pytest.raises(UnsupportedEvent, match="Biased"):
+        dpbnn.Gate(1.0, 1.0, sampler=Biased(100, 10))(dpbnn.DenseContributions(torch.ones(10, 2)))
+    Biased.name = "biased"
+    monkeypatch.setitem(SAMPLERS, "biased", Biased)
+    assert Biased(100, 10).event(1.0).sampling == "biased"
+
+
 class Repeated(Sampler):
     """Draws with replacement: a record may be there as often as the batch is long."""
 

@@ -251,6 +251,16 @@ def test_gaussian_epsilon_inverts_delta_and_never_falls_below(mu, delta):
         assert gaussian_delta(mu, epsilon * (1 - 1e-6)) > delta
 
 
+@pytest.mark.parametrize("power", [3, 5, 6, 7, 9, 12, 17, 100])
+def test_gaussian_epsilon_of_a_huge_mu_is_above_the_truth(power):
+    """The truth lies within mu of mu^2/2 + 4.265 mu, in whole numbers."""
+    mu = 10**power
+    epsilon = int(gaussian_epsilon(float(mu), 1e-5))
+    assert 2 * epsilon >= mu * mu + 8 * mu
+    assert epsilon <= (mu * mu + 10 * mu) // 2 * 100_001 // 100_000
+    assert gaussian_epsilon(1e200, 1e-5) == gaussian_epsilon(math.inf, 1e-5) == math.inf
+
+
 def test_gaussian_delta_against_numerical_integration():
     from scipy.integrate import quad
     from scipy.stats import norm

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import dpbnn
+from dpbnn.privacy.checks import round_up
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -81,7 +82,7 @@ def account_command(ledger: Path, delta: float | None, repair: bool, as_json: bo
         spent = book.epsilon()
         click.echo(
             f"Budget: epsilon {budget[0]:g} at delta {budget[1]:g}; "
-            f"spent {_round_up(spent)}, left {max(0.0, budget[0] - spent):.4g}"
+            f"spent {round_up(spent)}, left {max(0.0, budget[0] - spent):.4g}"
         )
     click.echo(str(statement))
 
@@ -92,15 +93,15 @@ def plan_table(plan: Plan) -> Table:
 
     table = Table("quantity", "value", "meaning", title="Privacy plan", title_justify="left")
     table.add_row(
-        "epsilon", _round_up(plan.epsilon), f"by {plan.accountant}, at delta {plan.delta:g}"
+        "epsilon", round_up(plan.epsilon), f"by {plan.accountant}, at delta {plan.delta:g}"
     )
     for name, value in plan.epsilons().items():
         rigorous = dpbnn.ACCOUNTANTS[name].rigorous
         kind = "upper bound" if rigorous else "approximation, can lie below the truth"
-        table.add_row(f"  {name}", _round_up(value), "equality" if name == "exact" else kind)
+        table.add_row(f"  {name}", round_up(value), "equality" if name == "exact" else kind)
     if attack := plan.statement().attack:
         if attack.mu is not None:
-            table.add_row("mu", _round_up(attack.mu), "Gaussian DP, upper bound")
+            table.add_row("mu", round_up(attack.mu), "Gaussian DP, upper bound")
         table.add_row("best attack", f"{100 * attack.right:.3g} %", "right guesses whether one "
                       "record was used, at most; a coin has 50 %")  # fmt: skip
         for share, power in attack.power.items():
@@ -117,12 +118,6 @@ def plan_table(plan: Plan) -> Table:
     total = plan.noise_multiplier / (plan.batch_size * plan.steps**0.5)
     table.add_row("  over all steps", f"{total:.3g}", "the same for the average of all steps")
     return table
-
-
-def _round_up(value: float) -> str:
-    from dpbnn.privacy.checks import round_up
-
-    return round_up(value)
 
 
 def print_table(table: Table) -> None:

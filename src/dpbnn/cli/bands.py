@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from dpbnn.data import Column, Schema
     from dpbnn.report import Band
 
-__all__ = ["band_along"]
-
 _POINTS = 101
 _MOST = 32
 

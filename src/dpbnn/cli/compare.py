@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+import dpbnn
 from dpbnn.cli.fit import (
     fitted,
     read_training_table,
@@ -16,11 +17,10 @@ from dpbnn.cli.fit import (
 )
 from dpbnn.cli.options import read
 from dpbnn.cli.say import Speaker, speaking
+from dpbnn.privacy.checks import round_up
 
 if TYPE_CHECKING:
     from dpbnn.privacy.plan import Plan
-
-__all__ = ["compare_command"]
 
 _PATH = click.Path(path_type=Path)
 
@@ -44,8 +44,7 @@ def compare_command(
     out: Path,
     yes: bool,
     ledger: Path | None,
-    quiet: bool,
-    as_json: bool,
+    speaker: Speaker,
     **options: Any,
 ) -> None:
     r"""Compare methods and budgets on one table; all runs together spend a composed budget.
@@ -57,11 +56,8 @@ def compare_command(
     """
     import numpy as np
 
-    import dpbnn
     from dpbnn.estimators.recipes import METHODS
-    from dpbnn.privacy.checks import round_up
 
-    speaker = Speaker(quiet, as_json)
     cells = [(method, epsilon) for method in _names(methods) for epsilon in _budgets(epsilons)]
     if out.exists():
         raise ValueError(f"{out}: exists already; give another folder")
@@ -116,7 +112,6 @@ def _run(
     options: dict[str, Any],
 ) -> Any:
     """Fit and evaluate one cell of the comparison, and return its row."""
-    import dpbnn
     from dpbnn import report
     from dpbnn.cli.evaluate import evaluated, page
     from dpbnn.runs import REPORT, Run, new_run
@@ -149,7 +144,6 @@ def _finish(
     speaker: Speaker,
     tuning_runs: int | None,
 ) -> None:
-    import dpbnn
     from dpbnn import report
 
     statement = dpbnn.Ledger(book).statement(delta=total.delta, tuning_runs=tuning_runs)
@@ -173,7 +167,6 @@ def _finish(
 
 
 def _plan(n: int, epsilon: float, options: dict[str, Any], ledger: Path | None) -> Plan:
-    import dpbnn
     from dpbnn.estimators import recipes
 
     delta = options["delta"]

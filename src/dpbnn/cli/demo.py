@@ -10,10 +10,9 @@ from typing import Any
 
 import click
 
+import dpbnn
 from dpbnn.cli.account import plan_table, print_table
 from dpbnn.cli.say import Speaker, speaking
-
-__all__ = ["demo_command"]
 
 _MARK = "dpbnn demo"
 _TUNING_RUNS = 75  # most runs on the digits among those that chose the library's defaults
@@ -23,20 +22,18 @@ _TUNING_RUNS = 75  # most runs on the digits among those that chose the library'
 @click.option("--out", type=click.Path(path_type=Path), default=Path("demo"), show_default=True,
               help="The run directory; an earlier demo there is replaced.")  # fmt: skip
 @speaking
-def demo_command(out: Path, quiet: bool, as_json: bool) -> None:
+def demo_command(out: Path, speaker: Speaker) -> None:
     r"""Train a private Bayesian classifier on scikit-learn's digits and write its report.
 
     \b
     Example:
       dpbnn demo
     """
-    import dpbnn
     from dpbnn import report
     from dpbnn.cli.evaluate import page
     from dpbnn.data import Column, Schema
     from dpbnn.runs import REPORT, Run, new_run
 
-    speaker = Speaker(quiet, as_json)
     _clear(out)
     pixels = tuple(Column(f"pixel{i}", bounds=(0.0, 16.0)) for i in range(64))
     schema = Schema(pixels, Column("digit", categories=tuple("0123456789")))

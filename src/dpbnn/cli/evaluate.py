@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from dpbnn.predictive import Predictive
     from dpbnn.report import RunPage
     from dpbnn.runs import Run
-
-__all__ = ["evaluate_command", "evaluated", "page", "report_command"]
 
 _PATH = click.Path(path_type=Path)
 _NOTE = "These figures are computed from the test data, which they do not protect."
@@ -42,8 +41,7 @@ def evaluate_command(
     test_data_public: bool,
     training_table: bool,
     device: str,
-    quiet: bool,
-    as_json: bool,
+    speaker: Speaker,
     **options: Any,
 ) -> None:
     r"""Evaluate a run on a test table: metrics.json and report.html in the run directory.
@@ -55,7 +53,6 @@ def evaluate_command(
     from dpbnn import report as reports
     from dpbnn.runs import REPORT, Run
 
-    speaker = Speaker(quiet, as_json)
     with speaker.warnings():
         opened = Run.open(run, device)
         rows = read(table, options)
@@ -82,7 +79,7 @@ def evaluate_command(
 @click.argument("run", type=_PATH)
 @click.option("--out", type=_PATH, help="The page [default: report.html in the run].")
 @speaking
-def report_command(run: Path, out: Path | None, quiet: bool, as_json: bool) -> None:
+def report_command(run: Path, out: Path | None, speaker: Speaker) -> None:
     r"""Write a run's page again from what is stored; single test records are not stored.
 
     \b
@@ -92,7 +89,6 @@ def report_command(run: Path, out: Path | None, quiet: bool, as_json: bool) -> N
     from dpbnn import report as reports
     from dpbnn.runs import REPORT, Run
 
-    speaker = Speaker(quiet, as_json)
     opened = Run.open(run)
     written = reports.write(page(opened, opened.metrics), out or opened.folder / REPORT)
     speaker.say(f"Wrote {written}.")
@@ -170,8 +166,6 @@ def _with_records(
     contents: RunPage, run: Run, rows: Table, predictive: Predictive, truth: Any
 ) -> RunPage:
     """Return the page with the most and least certain test records."""
-    import dataclasses
-
     from dpbnn import report as reports
 
     names = [column.name for column in run.schema.columns]

@@ -8,21 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+import dpbnn
 from dpbnn.cli.options import read, reading_options, with_options
 from dpbnn.cli.say import Speaker, speaking
 
 if TYPE_CHECKING:
     from dpbnn.data import Schema
     from dpbnn.estimators.estimator import PrivateBayes
-
-__all__ = [
-    "fit_command",
-    "fitted",
-    "read_training_table",
-    "settings_of",
-    "table_options",
-    "training_options",
-]
 
 _PATH = click.Path(path_type=Path)
 _ABOUT = ("schema", "target", "bounds", "task")
@@ -93,8 +85,7 @@ def fit_command(
     out: Path,
     overwrite: bool,
     ledger: Path | None,
-    quiet: bool,
-    as_json: bool,
+    speaker: Speaker,
     **options: Any,
 ) -> None:
     r"""Train a Bayesian network on a table under a privacy budget.
@@ -105,7 +96,6 @@ def fit_command(
     """
     from dpbnn.runs import new_run, plain_calibration
 
-    speaker = Speaker(quiet, as_json)
     if (epsilon is None) == (not non_private):
         raise ValueError(
             "--epsilon: give a budget, such as --epsilon 1, or --non-private, and not both"
@@ -159,7 +149,6 @@ def fitted(
     options: dict[str, Any],
 ) -> PrivateBayes:
     """Return an estimator fitted to an encoded table, which predicts in the original units."""
-    import dpbnn
     from dpbnn.estimators.recipes import default_delta
 
     arguments = {

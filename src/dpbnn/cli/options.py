@@ -11,8 +11,6 @@ import click
 if TYPE_CHECKING:
     from dpbnn.data import Table
 
-__all__ = ["read", "reading_options", "with_options"]
-
 
 def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the options that say how a text file is written."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from dpbnn.predictive import Predictive
     from dpbnn.runs import Run
 
-__all__ = ["predict_command"]
-
 _PATH = click.Path(path_type=Path)
 _ROWS = 8192  # predicted at once
 
@@ -40,8 +38,7 @@ def predict_command(
     out: Path | None,
     level: float,
     device: str,
-    quiet: bool,
-    as_json: bool,
+    speaker: Speaker,
     **options: Any,
 ) -> None:
     r"""Predict a table, one line of CSV for every row, in the original units.
@@ -60,10 +57,9 @@ def predict_command(
     from dpbnn.runs import Run
     from dpbnn.storage import replace_file
 
-    speaker = Speaker(quiet, as_json)
     if not 0 < level < 1:
         raise ValueError(f"--level {level:g}: must lie between 0 and 1, such as 0.9")
-    if as_json and out is None:
+    if speaker.as_json and out is None:
         raise ValueError("--json: needs --out, since the predictions are printed otherwise")
     with speaker.warnings():
         opened = Run.open(run, device)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
-
-__all__ = ["Speaker", "speaking"]
 
 
 class Speaker:
@@ -51,6 +50,11 @@ class Speaker:
 
 
 def speaking(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command --quiet and --json."""
-    command = click.option("--quiet", is_flag=True, help="Print nothing but warnings.")(command)
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
+    """Give a command --quiet and --json, and the speaker that they ask for."""
+
+    @functools.wraps(command)
+    def run(*, quiet: bool, as_json: bool, **arguments: Any) -> Any:
+        return command(speaker=Speaker(quiet, as_json), **arguments)
+
+    quiet = click.option("--quiet", is_flag=True, help="Print nothing but warnings.")
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(quiet(run))

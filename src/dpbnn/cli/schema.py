@@ -11,8 +11,6 @@ import click
 from dpbnn.cli.options import read, reading_options
 from dpbnn.cli.say import Speaker
 
-__all__ = ["chosen_schema", "schema_group"]
-
 
 def chosen_schema(
     table: Any,

@@ -18,8 +18,6 @@ import numpy as np
 from dpbnn.data.faults import Fault
 from dpbnn.data.table import MISSING, Held, TableError, cell, codes, numbers, shown
 
-__all__ = ["Column", "cut"]
-
 _RULES = {
     "numeric": ("refuse", "middle", "indicator"),
     "categorical": ("refuse", "zeros", "category"),

@@ -18,8 +18,6 @@ from dpbnn.data.files import read_table
 from dpbnn.data.schema import Schema
 from dpbnn.data.table import Table, TableError
 
-__all__ = ["DATASETS", "Dataset", "load", "load_table"]
-
 _ADULT = (
     "age", "workclass", "fnlwgt", "education", "education-num", "marital-status", "occupation",
     "relationship", "race", "sex", "capital-gain", "capital-loss", "hours-per-week",

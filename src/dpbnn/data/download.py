@@ -12,8 +12,6 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["BadDownload", "fetch"]
-
 _BLOCK = 2**18
 
 

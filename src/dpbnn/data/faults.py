@@ -14,8 +14,6 @@ import numpy as np
 
 from dpbnn.data.table import Table, TableError
 
-__all__ = ["Fault", "Faults", "bad_rows"]
-
 _NAMED = 3  # columns named in a message
 _HINT = "on_bad_rows='show' or 'dpbnn schema check --show-values' names the row and the value"
 

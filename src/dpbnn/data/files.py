@@ -18,8 +18,6 @@ from dpbnn.data import text
 from dpbnn.data.table import MISSING, Table, TableError, as_table
 from dpbnn.messages import alone, check_on_bad_rows
 
-__all__ = ["read_table"]
-
 _GZIP, _PARQUET, _NUMPY, _ZIP = b"\x1f\x8b", b"PAR1", b"\x93NUMPY", b"PK\x03\x04"
 _LARGE = 32 * 2**20  # bytes; larger files show progress
 _UNREADABLE = {

@@ -9,8 +9,6 @@ import numpy as np
 from dpbnn.data.column import Column
 from dpbnn.data.table import Table, TableError, cell
 
-__all__ = ["distinct", "learned_column"]
-
 
 def learned_column(table: Table, name: str) -> Column:
     """Return a column with the bounds or categories that the data shows."""

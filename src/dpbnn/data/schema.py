@@ -23,8 +23,6 @@ from dpbnn.data.learned import distinct, learned_column
 from dpbnn.data.table import Table, TableError, TableWarning, as_table, codes, numbers
 from dpbnn.messages import check_on_bad_rows
 
-__all__ = ["Schema"]
-
 _CHUNK = 4_000_000  # numbers encoded at once
 _LOOK = 128  # rows checked at once; a check ends as soon as it can
 _COLUMN_KEYS = ("kind", "bounds", "categories", "missing", "other", "log")

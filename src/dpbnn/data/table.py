@@ -17,8 +17,6 @@ import pyarrow as pa
 
 from dpbnn.messages import unquoted
 
-__all__ = ["MISSING", "Table", "TableError", "TableWarning", "as_table", "shown"]
-
 MISSING = frozenset({"", "?", "NA", "N/A", "NaN", "nan", "null", "NULL"})
 """Texts that stand for a missing value, unless a schema declares them as a category."""
 Held = np.ndarray | list[str] | pa.Array

@@ -19,8 +19,6 @@ import pyarrow as pa
 from dpbnn.data.table import Table, TableError, unique
 from dpbnn.messages import alone
 
-__all__ = ["SEPARATORS", "parse"]
-
 SEPARATORS = (",", ";", "\t")
 _SAMPLE = 50  # lines from which the separator is found
 _BLOCK = 1 << 22  # characters read at once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -114,20 +115,17 @@ class Classified:
     @cached_property
     def squared_norm(self) -> Floats:
         """Sum of squared probabilities of every record, in float64."""
-        return np.concatenate([(b.astype(np.float64) ** 2).sum(1) for b in self._blocks()])
+        blocks = _blocks(self.probabilities)
+        return np.concatenate([(block.astype(np.float64) ** 2).sum(1) for block in blocks])
 
     @cached_property
     def entropy(self) -> Floats:
         """Entropy of every record's probabilities, in nats."""
         parts = []
-        for block in self._blocks():
+        for block in _blocks(self.probabilities):
             p = block.astype(np.float64)
             parts.append(-(p * np.log(np.where(p > 0, p, 1.0))).sum(1))
         return np.concatenate(parts)
-
-    def _blocks(self) -> list[Floats]:
-        size = max(1, _ROWS // self.classes)
-        return [self.probabilities[i : i + size] for i in range(0, len(self), size)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -162,12 +160,14 @@ class Targeted:
         return values.reshape(len(self), -1).mean(1)
 
 
-def _check_probabilities(p: Floats) -> None:
+def _blocks(p: Floats) -> Iterator[Floats]:
     size = max(1, _ROWS // p.shape[1])
-    for first in range(0, len(p), size):
-        block = p[first : first + size]
-        bad = np.isnan(block).any(1)
-        if bad.any():
+    return (p[first : first + size] for first in range(0, len(p), size))
+
+
+def _check_probabilities(p: Floats) -> None:
+    for block in _blocks(p):
+        if np.isnan(block).any():
             raise ValueError(
                 "probabilities of some records are NaN; check the inputs and the weights"
             )

@@ -6,39 +6,28 @@ All of them take a `ClassPredictive`, or probabilities [N, K], and labels [N] fr
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from dpbnn.evaluation.checked import Classified, Floats, Integers
-from dpbnn.evaluation.resampling import Sums, Whole
-
-__all__ = [
-    "Reliability",
-    "accuracy",
-    "brier",
-    "classwise_ece",
-    "ece",
-    "global_gap",
-    "mce",
-    "nll",
-    "reliability",
-]
+from dpbnn.evaluation.resampling import Sums
 
 
 def accuracy(predictive: Any, y: Any) -> float:
     """Return the share of records whose most probable class is the label."""
-    return _value(accuracies, Classified.of(predictive, y))
+    return _value("accuracy", predictive, y)
 
 
 def nll(predictive: Any, y: Any) -> float:
     """Return the mean of -log p(y_i); infinite where a label has probability 0."""
-    return _value(nlls, Classified.of(predictive, y))
+    return _value("nll", predictive, y)
 
 
 def brier(predictive: Any, y: Any) -> float:
     """Return the mean of sum_k (p_ik - 1[y_i = k])^2, from 0 to 2."""
-    return _value(briers, Classified.of(predictive, y))
+    return _value("brier", predictive, y)
 
 
 def ece(predictive: Any, y: Any, bins: int = 15, kind: str = "width") -> float:
@@ -55,8 +44,7 @@ def ece(predictive: Any, y: Any, bins: int = 15, kind: str = "width") -> float:
         kind: "width" for bins of equal width on [0, 1]; "mass" for bins of (nearly) equally many
             records, between quantiles of the confidence. Equal confidences share a bin.
     """
-    c = Classified.of(predictive, y)
-    return _value(lambda c, sums: eces(c, sums, edges_of(c.confidence, bins, kind)), c)
+    return _value("ece", predictive, y, bins, kind)
 
 
 def mce(predictive: Any, y: Any, bins: int = 15, kind: str = "width") -> float:
@@ -68,8 +56,7 @@ def mce(predictive: Any, y: Any, bins: int = 15, kind: str = "width") -> float:
         bins: number of bins.
         kind: "width" or "mass", as in `ece`.
     """
-    c = Classified.of(predictive, y)
-    return _value(lambda c, sums: mces(c, sums, edges_of(c.confidence, bins, kind)), c)
+    return _value("mce", predictive, y, bins, kind)
 
 
 def classwise_ece(predictive: Any, y: Any, bins: int = 15) -> float:
@@ -82,13 +69,12 @@ def classwise_ece(predictive: Any, y: Any, bins: int = 15) -> float:
         y: labels.
         bins: number of bins of equal width.
     """
-    c = Classified.of(predictive, y)
-    return _value(lambda c, sums: classwise_eces(c, sums, bins), c)
+    return _value("classwise_ece", predictive, y, bins)
 
 
 def global_gap(predictive: Any, y: Any) -> float:
     """Return |accuracy - mean confidence|, which the DP-BNN paper's code reports as "ECE"."""
-    return _value(global_gaps, Classified.of(predictive, y))
+    return _value("global_gap", predictive, y)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -123,7 +109,7 @@ def reliability(predictive: Any, y: Any, bins: int = 15, kind: str = "width") ->
 
 def reliability_of(c: Classified, edges: Floats) -> Reliability:
     """Return the data of a reliability diagram with these bins."""
-    sums, slot, slots = Whole(len(c)), slots_of(c.confidence, edges), len(edges) - 1
+    sums, slot, slots = Sums(len(c)), slots_of(c.confidence, edges), len(edges) - 1
     counts = sums(np.ones(len(c)), slot, slots)[0]
     with np.errstate(invalid="ignore"):
         confidence = sums(c.confidence, slot, slots)[0] / counts
@@ -131,47 +117,39 @@ def reliability_of(c: Classified, edges: Floats) -> Reliability:
     return Reliability(edges, counts.astype(np.int64), confidence, right)
 
 
-def accuracies(c: Classified, sums: Sums) -> Floats:
-    """Return the accuracy of every resample."""
-    return sums.mean(c.hit)
+def metrics_of(
+    c: Classified, bins: int = 15, kind: str = "width"
+) -> dict[str, Callable[[Sums], Floats]]:
+    """Return the metrics by name, each one number per resample; the bins are those of all records.
 
-
-def nlls(c: Classified, sums: Sums) -> Floats:
-    """Return the log-loss of every resample."""
-    return -sums.mean(c.log_prob)
-
-
-def briers(c: Classified, sums: Sums) -> Floats:
-    """Return the Brier score of every resample, |p|^2 - 2 p_y + 1."""
-    return sums.mean(c.squared_norm - 2 * c.label_probability + 1)
-
-
-def eces(c: Classified, sums: Sums, edges: Floats) -> Floats:
-    """Return the expected calibration error of every resample; the bins are fixed."""
-    gap = sums(c.hit - c.confidence, slots_of(c.confidence, edges), len(edges) - 1)
-    return np.abs(gap).sum(1) / sums.total
-
-
-def mces(c: Classified, sums: Sums, edges: Floats) -> Floats:
-    """Return the maximum calibration error of every resample."""
+    Args:
+        c: probabilities and labels.
+        bins: number of bins.
+        kind: of the bins of ece and mce.
+    """
+    edges = edges_of(c.confidence, bins, kind)
     slot, slots = slots_of(c.confidence, edges), len(edges) - 1
-    gap, counts = sums(c.hit - c.confidence, slot, slots), sums(np.ones(len(c)), slot, slots)
-    return np.where(counts > 0, np.abs(gap) / np.maximum(counts, 1), 0.0).max(1)
 
+    def mce(sums: Sums) -> Floats:
+        gap, counts = sums(c.hit - c.confidence, slot, slots), sums(np.ones(len(c)), slot, slots)
+        return np.where(counts > 0, np.abs(gap) / np.maximum(counts, 1), 0.0).max(1)
 
-def classwise_eces(c: Classified, sums: Sums, bins: int) -> Floats:
-    """Return the classwise calibration error of every resample."""
-    edges = even_edges(bins)
-    total = np.zeros(1)
-    for k in range(c.classes):
-        p = c.probabilities[:, k].astype(np.float64)
-        total = total + np.abs(sums((c.y == k) - p, slots_of(p, edges), bins)).sum(1)
-    return total / c.classes / sums.total
+    def classwise(sums: Sums) -> Floats:
+        even, total = even_edges(bins), np.zeros(1)
+        for k in range(c.classes):
+            p = c.probabilities[:, k].astype(np.float64)
+            total = total + np.abs(sums((c.y == k) - p, slots_of(p, even), bins)).sum(1)
+        return total / c.classes / sums.total
 
-
-def global_gaps(c: Classified, sums: Sums) -> Floats:
-    """Return |accuracy - mean confidence| of every resample."""
-    return np.abs(sums.mean(c.hit - c.confidence))
+    return {
+        "accuracy": lambda sums: sums.mean(c.hit),
+        "nll": lambda sums: -sums.mean(c.log_prob),
+        "brier": lambda sums: sums.mean(c.squared_norm - 2 * c.label_probability + 1),
+        "ece": lambda sums: np.abs(sums(c.hit - c.confidence, slot, slots)).sum(1) / sums.total,
+        "mce": mce,
+        "classwise_ece": classwise,
+        "global_gap": lambda sums: np.abs(sums.mean(c.hit - c.confidence)),
+    }
 
 
 def even_edges(bins: int) -> Floats:
@@ -198,5 +176,6 @@ def slots_of(values: Floats, edges: Floats) -> Integers:
     return np.clip(np.searchsorted(edges, values, side="right") - 1, 0, len(edges) - 2)
 
 
-def _value(metric: Any, c: Classified) -> float:
-    return float(metric(c, Whole(len(c)))[0])
+def _value(name: str, predictive: Any, y: Any, bins: int = 15, kind: str = "width") -> float:
+    c = Classified.of(predictive, y)
+    return float(metrics_of(c, bins, kind)[name](Sums(len(c)))[0])

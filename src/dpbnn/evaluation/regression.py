@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from dpbnn.evaluation.checked import Floats, Targeted, array, finite
-from dpbnn.evaluation.resampling import Sums, Whole
+from dpbnn.evaluation.resampling import Sums
 from dpbnn.predictive import Predictive
-
-__all__ = ["Coverage", "crps", "interval_coverage", "log_likelihood", "pit", "rmse"]
 
 LEVELS = (0.5, 0.8, 0.9, 0.95)
 _BLOCK = 1 << 17  # numbers in a temporary array, few enough for the cache
@@ -41,7 +39,7 @@ def rmse(predictive: Any, y: Any) -> float:
             )
         return float(np.sqrt(np.mean((mean - target.reshape(mean.shape)) ** 2)))
     t = Targeted.of(predictive, y)
-    return float(rmses(t, Whole(len(t)))[0])
+    return float(rmses(t, Sums(len(t)))[0])
 
 
 def log_likelihood(predictive: Any, y: Any) -> float:

@@ -11,8 +11,6 @@ import numpy as np
 
 from dpbnn.evaluation.checked import Floats, Integers, array
 
-__all__ = ["Metric", "Resamples", "Sums", "Whole", "bootstrap"]
-
 _UNITS = 10_000  # largest number of units drawn with replacement
 _CELLS = 5_000_000  # numbers in a block of weights
 
@@ -45,31 +43,27 @@ class Metric:
 
 
 class Sums:
-    """Weighted sums over records, one row per resample."""
+    """Weighted sums over records, one row per resample; here every record counts once.
 
-    def __call__(self, values: Floats, slot: Integers | None = None, slots: int = 1) -> Floats:
-        """Return sum_i w_i values_i by slot, [resamples, slots]."""
-        raise NotImplementedError
+    Args:
+        n: number of records.
 
-    total: Floats
-    """Sum of the weights, [resamples]."""
-
-    def mean(self, values: Floats) -> Floats:
-        """Return the weighted mean of values, [resamples]."""
-        return self(values)[:, 0] / self.total
-
-
-class Whole(Sums):
-    """Every record once."""
+    Attributes:
+        total: sum of the weights, [resamples].
+    """
 
     def __init__(self, n: int) -> None:
         self.total = np.array([float(n)])
 
     def __call__(self, values: Floats, slot: Integers | None = None, slots: int = 1) -> Floats:
-        """Return sum_i values_i by slot, [1, slots]."""
+        """Return sum_i w_i values_i by slot, [resamples, slots]."""
         if slot is None:
             return values.sum(dtype=np.float64).reshape(1, 1)
         return np.bincount(slot, values, slots)[None]
+
+    def mean(self, values: Floats) -> Floats:
+        """Return the weighted mean of values, [resamples]."""
+        return self(values)[:, 0] / self.total
 
 
 class Resamples(Sums):
@@ -124,7 +118,7 @@ def resampled(
         ranges: the smallest and largest value that a metric can have.
     """
     check_bootstrap(resamples, level)
-    whole = Whole(n)
+    whole = Sums(n)
     values = {name: float(metric(whole)[0]) for name, metric in metrics.items()}
     generator = np.random.default_rng(seed)
     drawn: dict[str, list[Floats]] = {name: [] for name in metrics}

@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 
 from dpbnn.evaluation.checked import Classified, Floats, array, finite
-from dpbnn.evaluation.resampling import Sums, Whole
+from dpbnn.evaluation.resampling import Resamples, Sums
 from dpbnn.predictive import Predictive
-
-__all__ = ["RiskCoverage", "ood_auroc", "risk_coverage"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,16 +54,16 @@ def risk_coverage_of(c: Classified, score: Any) -> RiskCoverage:
     return RiskCoverage(kept / len(c), risk, float(risk.mean()))
 
 
-def aurcs(c: Classified, sums: Sums, score: Any = "confidence") -> Floats:
+def aurcs(c: Classified, sums: Sums) -> Floats:
     """Return the area under the risk-coverage curve of every resample.
 
     Resampled curves are computed at 200 points and interpolated linearly.
     """
-    if isinstance(sums, Whole):
-        return np.array([risk_coverage_of(c, score).aurc])
+    if not isinstance(sums, Resamples):
+        return np.array([risk_coverage_of(c, "confidence").aurc])
     slots = min(len(c), 200)
     slot = np.empty(len(c), dtype=np.int64)
-    slot[np.argsort(uncertainty(c, score), kind="stable")] = np.arange(len(c)) * slots // len(c)
+    slot[np.argsort(-c.confidence, kind="stable")] = np.arange(len(c)) * slots // len(c)
     counts = sums(np.ones(len(c)), slot, slots)
     risk = sums(1.0 - c.hit, slot, slots).cumsum(1) / np.maximum(counts.cumsum(1), 1)
     before = np.concatenate([risk[:, :1], risk[:, :-1]], 1)

@@ -18,8 +18,6 @@ from dpbnn.evaluation.resampling import Metric, Sums, resampled
 from dpbnn.evaluation.selective import RiskCoverage
 from dpbnn.predictive import RealPredictive
 
-__all__ = ["Evaluation", "Histogram", "evaluate"]
-
 SCHEMA = 1
 _CURVE = 200  # largest number of points in a stored curve
 
@@ -91,9 +89,9 @@ class Evaluation:
         }
         for name, kind in kinds.items():
             if values[name] is not None:
-                values[name] = _curve(kind, values[name])
-        values["metrics"] = {n: _numbers(Metric, m) for n, m in values["metrics"].items()}
-        values["coverage"] = tuple(_numbers(Coverage, c) for c in values["coverage"])
+                values[name] = _read(kind, values[name])
+        values["metrics"] = {n: _read(Metric, m) for n, m in values["metrics"].items()}
+        values["coverage"] = tuple(_read(Coverage, c) for c in values["coverage"])
         return cls(**values)
 
     @classmethod
@@ -158,19 +156,10 @@ def evaluate(
 
 
 def _classification(c: Classified, options: dict[str, Any]) -> Evaluation:
-    width = classification.edges_of(c.confidence, 15, "width")
-    mass = classification.edges_of(c.confidence, 15, "mass")
-    metrics: dict[str, Callable[[Sums], Floats]] = {
-        "accuracy": lambda sums: classification.accuracies(c, sums),
-        "nll": lambda sums: classification.nlls(c, sums),
-        "brier": lambda sums: classification.briers(c, sums),
-        "ece": lambda sums: classification.eces(c, sums, width),
-        "ece_mass": lambda sums: classification.eces(c, sums, mass),
-        "mce": lambda sums: classification.mces(c, sums, width),
-        "classwise_ece": lambda sums: classification.classwise_eces(c, sums, 15),
-        "global_gap": lambda sums: classification.global_gaps(c, sums),
-        "aurc": lambda sums: selective.aurcs(c, sums),
-    }
+    found = classification.metrics_of(c)
+    found["ece_mass"] = classification.metrics_of(c, kind="mass")["ece"]
+    found["aurc"] = lambda sums: selective.aurcs(c, sums)
+    metrics = {name: found[name] for name in LABELS if name in found}
     curve = selective.risk_coverage_of(c, "confidence")
     kept = np.unique(np.linspace(0, len(c) - 1, min(len(c), _CURVE)).round().astype(int))
     return Evaluation(
@@ -178,7 +167,7 @@ def _classification(c: Classified, options: dict[str, Any]) -> Evaluation:
         n=len(c),
         metrics=resampled(metrics, len(c), ranges=_RANGES, **options),
         level=options["level"],
-        reliability=classification.reliability_of(c, width),
+        reliability=classification.reliability_of(c, classification.even_edges(15)),
         confidence_histogram=_histogram(c.confidence),
         risk_coverage=RiskCoverage(curve.coverage[kept], curve.risk[kept], curve.aurc),
     )
@@ -230,16 +219,10 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _numbers(kind: type, values: dict[str, Any]) -> Any:
-    return kind(**{k: math.nan if v is None else float(v) for k, v in values.items()})
+def _read(kind: type, values: dict[str, Any]) -> Any:
+    def number(value: Any) -> Any:
+        if isinstance(value, list):
+            return np.array([math.nan if item is None else item for item in value])
+        return math.nan if value is None else float(value)
 
-
-def _curve(kind: type, values: dict[str, Any]) -> Any:
-    return kind(
-        **{
-            name: np.array([math.nan if v is None else v for v in value])
-            if isinstance(value, list)
-            else float(value)
-            for name, value in values.items()
-        }
-    )
+    return kind(**{name: number(value) for name, value in values.items()})

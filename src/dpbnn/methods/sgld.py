@@ -272,7 +272,6 @@ class LangevinProcess(Process[LangevinState]):
                 {n: p.detach() for n, p in state.parameters.items()},
                 self.kept * self.settings.chains,
                 dtype=getattr(torch, self.settings.dtype),
-                keep="first",
                 start=stored,
                 hold=self.problem.folder is not None,
             )

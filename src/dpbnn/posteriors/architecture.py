@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from dpbnn.networks.layers import SAVED, registered
 
-__all__ = ["build", "describe", "named_tensors"]
-
 _CONTAINERS: tuple[type[nn.Module], ...] = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 

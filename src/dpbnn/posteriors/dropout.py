@@ -14,8 +14,6 @@ from dpbnn.posteriors.evaluate import Draws, Inputs, evaluation, number_stream
 from dpbnn.posteriors.posterior import Posterior, predictive_from
 from dpbnn.predictive import Predictive
 
-__all__ = ["DropoutPosterior"]
-
 _ELEMENTS, _CHANNELS = nn.Dropout, nn.Dropout1d | nn.Dropout2d | nn.Dropout3d
 _UNMASKED = nn.AlphaDropout | nn.FeatureAlphaDropout | nn.MultiheadAttention | nn.RNNBase
 

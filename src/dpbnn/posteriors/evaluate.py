@@ -14,8 +14,6 @@ from torch.func import functional_call, vmap
 
 from dpbnn.messages import unquoted
 
-__all__ = ["Draws", "Inputs", "evaluate", "evaluation", "number_stream", "unfused_attention"]
-
 Inputs = tuple[Tensor, ...]
 
 # Activations of one draw beyond which one draw alone keeps the machine busy, so that a loop over

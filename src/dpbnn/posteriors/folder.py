@@ -21,8 +21,6 @@ from dpbnn.storage import plain, read_manifest, restored, write_manifest
 if TYPE_CHECKING:
     from dpbnn.posteriors.posterior import Posterior
 
-__all__ = ["load", "write"]
-
 FORMAT, MODEL = "dpbnn-posterior", "model.safetensors"
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from dpbnn.posteriors.evaluate import Draws, number_stream
 
-__all__ = ["check_like", "gaussian_draws"]
-
 _ALIGN = 64  # elements, so that every tensor of a draw starts where matrix kernels are fast
 
 

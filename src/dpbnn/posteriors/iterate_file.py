@@ -25,8 +25,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-__all__ = ["IterateStore", "IterateWriter"]
-
 _INDEX = "__index__"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 _FORMAT = {"format": "dpbnn-iterates", "version": "1"}
@@ -84,11 +82,8 @@ class IterateWriter:
     Args:
         path: the file, which must not exist (unless `start` is given).
         like: tensors with the names and shapes of the parameters.
-        capacity: K, the most iterates kept.
+        capacity: K; the first K iterates are kept.
         dtype: torch.float32 or torch.bfloat16.
-        keep: "last" keeps the last K, "first" the first K and ignores the rest.
-        burn_in: number of iterates to skip first.
-        thinning: keep one in so many after that.
         start: number of iterates already passed to `append` by the run that is resumed; later ones
             in the file are dropped.
         queued: copies that wait for the thread at most.
@@ -102,49 +97,40 @@ class IterateWriter:
         capacity: int,
         *,
         dtype: torch.dtype = torch.float32,
-        keep: str = "last",
-        burn_in: int = 0,
-        thinning: int = 1,
         start: int = 0,
         queued: int = 4,
         hold: bool = False,
     ) -> None:
-        if min(capacity, thinning, queued) < 1 or min(burn_in, start) < 0:
+        if min(capacity, queued) < 1 or start < 0:
             raise ValueError(
-                f"capacity={capacity}, thinning={thinning}, queued={queued} must be at least 1 and "
-                f"burn_in={burn_in}, start={start} at least 0."
+                f"capacity={capacity}, queued={queued} must be at least 1 and start={start} at "
+                f"least 0."
             )
-        if keep not in ("first", "last"):
-            raise ValueError(f"keep={keep!r} must be 'first' or 'last'.")
         if dtype not in _DTYPES.values():
             raise ValueError(f"dtype={dtype} must be torch.float32 or torch.bfloat16.")
         if not like:
             raise ValueError("like is empty; pass dict(model.named_parameters()).")
         self.path = Path(path)
-        self.keep, self.burn_in, self.thinning = keep, burn_in, thinning
         self.seen = start
-        self._kept = max(0, start - burn_in) // thinning
         self._layout = layout = _Layout.of(like, capacity, dtype)
-        self._index = [0] * capacity
         self._error: Exception | None = None
         self._file = _reopen(self.path, layout) if start else _create(self.path, layout)
-        if start:
-            self._drop_after(start)
+        if start:  # forget what was written after it
+            zeros = memoryview(bytes(8 * max(0, capacity - start)))
+            _put(self._file, zeros, layout.offset(_INDEX, start))
         self._hold = hold
-        self._held: list[tuple[int, int, Future[dict[str, Tensor]]]] = []
+        self._held: list[tuple[int, Future[dict[str, Tensor]]]] = []
         self._waiting = threading.Semaphore(queued)
         self._thread = ThreadPoolExecutor(1, "iterate-writer")
         self._closed = False
 
     def append(self, values: Mapping[str, Tensor]) -> bool:
-        """Pass one iterate; return whether it is kept (burn-in, thinning and `keep` decide)."""
+        """Pass one iterate; return whether it is kept, as it is while there is room."""
         if self._closed:
             raise ValueError(f"{self.path} is closed; open a new writer.")
         self._raise()
-        layout, passed = self._layout, self.seen + 1 - self.burn_in
-        full = self.keep == "first" and self._kept >= layout.capacity
-        if passed < 1 or passed % self.thinning or full:
-            self.seen += 1
+        layout = self._layout
+        if self.seen >= layout.capacity:
             return False
         shapes = {name: tuple(value.shape) for name, value in values.items()}
         if shapes != layout.shapes:
@@ -158,9 +144,8 @@ class IterateWriter:
             name: torch.empty(v.shape, dtype=layout.dtype, device=v.device).copy_(v.detach())
             for name, v in values.items()
         }
+        self._held.append((self.seen, self._thread.submit(self._fetch, copies)))
         self.seen += 1
-        slot, self._kept = self._kept % layout.capacity, self._kept + 1
-        self._held.append((slot, self.seen, self._thread.submit(self._fetch, copies)))
         if not self._hold:
             self._pass_on()
         return True
@@ -216,32 +201,19 @@ class IterateWriter:
             if self._hold:
                 self._waiting.release()
 
-    def _write(self, slot: int, number: int, fetched: Future[dict[str, Tensor]]) -> None:
+    def _write(self, slot: int, fetched: Future[dict[str, Tensor]]) -> None:
         try:
             if self._error is None:
-                if self._index[slot]:
-                    self._number(slot, 0)
                 for name, value in fetched.result().items():
                     data = memoryview(value.reshape(-1).view(torch.uint8).numpy())
                     _put(self._file, data, self._layout.offset(name, slot))
-                self._number(slot, number)
+                number = memoryview((slot + 1).to_bytes(8, "little"))
+                _put(self._file, number, self._layout.offset(_INDEX, slot))
         except Exception as error:
             self._error = error
         finally:
             if not self._hold:
                 self._waiting.release()
-
-    def _number(self, slot: int, number: int) -> None:
-        data = memoryview(number.to_bytes(8, "little"))
-        _put(self._file, data, self._layout.offset(_INDEX, slot))
-        self._index[slot] = number
-
-    def _drop_after(self, start: int) -> None:
-        self._file.seek(self._layout.offset(_INDEX, 0))
-        self._index = list(memoryview(self._file.read(8 * len(self._index))).cast("q"))
-        for slot, number in enumerate(self._index):
-            if number > start:
-                self._number(slot, 0)
 
     def _raise(self) -> None:
         error = self._error

@@ -14,8 +14,6 @@ from dpbnn.posteriors.iterate_file import IterateStore
 from dpbnn.posteriors.low_rank import LowRankPosterior
 from dpbnn.posteriors.posterior import Posterior
 
-__all__ = ["IteratePosterior"]
-
 
 class IteratePosterior(Posterior):
     """Equal weight on every stored iterate.

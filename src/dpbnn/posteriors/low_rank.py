@@ -13,8 +13,6 @@ from dpbnn.posteriors.evaluate import Draws, Inputs
 from dpbnn.posteriors.gaussian import check_like, gaussian_draws
 from dpbnn.posteriors.posterior import Posterior
 
-__all__ = ["LowRankPosterior"]
-
 
 class LowRankPosterior(Posterior):
     """Gaussian weights of covariance diag(variance)/2 + D^T D / (2 (R - 1)).

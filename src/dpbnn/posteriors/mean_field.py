@@ -14,8 +14,6 @@ from dpbnn.posteriors.evaluate import Draws, Inputs
 from dpbnn.posteriors.gaussian import check_like, gaussian_draws
 from dpbnn.posteriors.posterior import Posterior
 
-__all__ = ["MeanFieldPosterior"]
-
 
 class MeanFieldPosterior(Posterior):
     """Independent Gaussian weights, w = mean + std * e, e ~ N(0, 1).

@@ -12,8 +12,6 @@ from dpbnn.mixtures import GaussianMixture, log_normal
 from dpbnn.posteriors.evaluate import Draws, Inputs, number_stream
 from dpbnn.posteriors.posterior import Posterior
 
-__all__ = ["MixturePosterior"]
-
 
 class MixturePosterior(Posterior):
     """Independent Gaussian means of the components, m_j ~ N(mean_j, V_j).

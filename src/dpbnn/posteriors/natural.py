@@ -14,8 +14,6 @@ from dpbnn.likelihoods import full
 from dpbnn.posteriors.mean_field import MeanFieldPosterior
 from dpbnn.predictive import Predictive
 
-__all__ = ["LinearMoments", "NaturalPosterior", "linear_layers", "propagate"]
-
 _BLOCK = 2**22  # elements of a hidden layer's moments at once
 _SMALLEST = 1e-24  # variance
 FAR = 100.0  # standard deviations from zero beyond which a ReLU is linear or dead

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from dpbnn.posteriors.evaluate import Draws, Inputs
 from dpbnn.posteriors.posterior import Posterior
 
-__all__ = ["PointPosterior"]
-
 
 class PointPosterior(Posterior):
     """All mass on one set of weights, p(y | x) = p(y | x, w); epistemic uncertainty is zero."""

@@ -21,8 +21,6 @@ from dpbnn.posteriors.evaluate import Draws, Inputs, evaluate
 from dpbnn.predictive import Predictive
 from dpbnn.storage import new_folder
 
-__all__ = ["Posterior", "predictive_from"]
-
 
 class Posterior(ABC):
     """A distribution over the weights of a network.
@@ -118,28 +116,18 @@ class Posterior(ABC):
                 relative errors of 1e-3 (as torch's convolutions have by default); "highest" is full
                 float32.
         """
-        return self._predictive(
-            self.outputs(
-                x,
-                samples,
-                batch_size=batch_size,
-                seed=seed,
-                generator=generator,
-                memory_limit=memory_limit,
-                precision=precision,
-            )
-        )
+        limits = {"batch_size": batch_size, "memory_limit": memory_limit, "precision": precision}
+        found = self.outputs(x, samples, seed=seed, generator=generator, **limits)
+        return self._predictive(found)
 
     def outputs(
         self,
         x: Any,
         samples: int = 100,
         *,
-        batch_size: int | None = None,
         seed: int | None = None,
         generator: torch.Generator | None = None,
-        memory_limit: int | None = None,
-        precision: str = "high",
+        **limits: Any,
     ) -> Tensor:
         """Return the network's raw outputs at every draw, [S, N, ...]; see `predict`."""
         if samples < 1:
@@ -154,14 +142,7 @@ class Posterior(ABC):
                 generator.manual_seed(seed)
         inputs = self._inputs(x)
         model, draws = self._draws(samples, generator, inputs)
-        return evaluate(
-            model,
-            draws,
-            inputs,
-            batch_size=batch_size,
-            memory_limit=memory_limit,
-            precision=precision,
-        )
+        return evaluate(model, draws, inputs, **limits)
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the posterior to a folder: manifest.json and safetensors files; read by `load`.

@@ -22,16 +22,6 @@ from dpbnn.privacy.losses import expm1, loss_grid, self_composed
 from dpbnn.privacy.relation import Relation
 from dpbnn.privacy.sampling import Participation, Sampler
 
-__all__ = [
-    "ACCOUNTANTS",
-    "Accountant",
-    "Curve",
-    "accountant",
-    "default_accountant",
-    "gaussian_delta",
-    "gaussian_epsilon",
-]
-
 Curve = Callable[[np.ndarray], np.ndarray]  # from epsilons to deltas
 
 _DISTINCT_SIGMAS = 48
@@ -47,11 +37,13 @@ class Accountant(ABC):
 
     name: str
     rigorous: bool = True
+    code = "dp-accounting"
 
     @property
     def version(self) -> str:
         """Name and version of the code that computes the value."""
-        return f"dp-accounting {importlib.metadata.version('dp-accounting')}"
+        own = self.code == "dpbnn"
+        return self.code if own else f"{self.code} {importlib.metadata.version(self.code)}"
 
     def supports(self, event: Event, relation: Relation) -> str | None:
         """Return None if `event` can be accounted for, otherwise the reason why not."""
@@ -189,11 +181,7 @@ class GDPCLT(Accountant):
 
     name = "gdp-clt"
     rigorous = False
-
-    @property
-    def version(self) -> str:
-        """Name and version of the code that computes the value."""
-        return "dpbnn"
+    code = "dpbnn"
 
     def _refusal(self, event: Event, relation: Relation) -> str | None:
         if not event.gaussian:
@@ -220,11 +208,7 @@ class Exact(Accountant):
     """
 
     name = "exact"
-
-    @property
-    def version(self) -> str:
-        """Name and version of the code that computes the value."""
-        return "dpbnn"
+    code = "dpbnn"
 
     def _refusal(self, event: Event, relation: Relation) -> str | None:
         if not event.gaussian:
@@ -294,14 +278,18 @@ def _from_one_point(epsilons: np.ndarray, epsilon: float, delta: float) -> np.nd
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Return epsilon at `delta` of mu-Gaussian differential privacy, rounded up to 1e-12."""
+    """Return epsilon at `delta` of mu-Gaussian differential privacy, rounded up to 1e-12.
+
+    Beyond mu = 1e6, where the terms of `gaussian_delta` cancel, it is the upper bound
+    mu^2/2 + mu sqrt(2 log(1/delta)).
+    """
     from scipy.optimize import brentq
 
-    if math.isinf(mu):
-        return math.inf
+    upper = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1e-9
+    if mu > 1e6:
+        return upper * (1 + 1e-12)
     if gaussian_delta(mu, 0.0) <= delta:
         return 0.0
-    upper = mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta)) + 1e-9
     root = brentq(lambda e: gaussian_delta(mu, e) - delta, 0.0, upper, xtol=1e-13, rtol=1e-13)
     return float(root) * (1 + 1e-12)
 
@@ -339,9 +327,9 @@ def _pld_accountant(interval: float = 1e-4) -> Any:
 def _rdp_accountant(relation: Relation) -> Any:
     from dp_accounting import NeighboringRelation, rdp
 
-    if relation is Relation.REPLACE_ONE:
-        return rdp.RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
-    return rdp.RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_SPECIAL)
+    replaced = relation is Relation.REPLACE_ONE
+    kind = NeighboringRelation.REPLACE_ONE if replaced else NeighboringRelation.REPLACE_SPECIAL
+    return rdp.RdpAccountant(neighboring_relation=kind)
 
 
 def _split(

@@ -18,8 +18,6 @@ from dpbnn.privacy.checks import round_up
 from dpbnn.privacy.events import Event, gaussian_mu
 from dpbnn.privacy.relation import Relation
 
-__all__ = ["FALSE_POSITIVES", "Attack", "attack_on"]
-
 FALSE_POSITIVES = (0.01, 0.1)
 _POINTS = 1000  # of the curve, from epsilon 0 to the stated one
 

@@ -27,8 +27,6 @@ from dpbnn.privacy.relation import Relation
 from dpbnn.privacy.sampling import Participation
 from dpbnn.privacy.statement import PrivacyStatement
 
-__all__ = ["BayesianAccountant", "given_observers"]
-
 LEVELS = 2048
 """Clipped norms are kept as whole numbers c, rounded up: norm <= clip (c / LEVELS)^2."""
 
@@ -72,20 +70,13 @@ class BayesianAccountant:
 
     Args:
         steps: T, the number of steps of the whole run; `fit` takes it from the plan.
-        orders: the lambdas, whole numbers; by default all from 1 to `largest_order`.
-        largest_order: the largest lambda of the default.
+        orders: the lambdas, whole numbers; by default all from 1 to 512.
     """
 
-    def __init__(
-        self,
-        steps: int | None = None,
-        *,
-        orders: Sequence[int] | None = None,
-        largest_order: int = 512,
-    ) -> None:
+    def __init__(self, steps: int | None = None, *, orders: Sequence[int] | None = None) -> None:
         if steps is not None and (steps < 1 or steps != int(steps)):
             raise ValueError(f"steps={steps}: must be a whole number >= 1")
-        given = range(1, largest_order + 1) if orders is None else sorted(set(orders))
+        given = range(1, 513) if orders is None else sorted(set(orders))
         if len(given) == 0 or given[0] < 1 or any(order != int(order) for order in given):
             raise ValueError(
                 f"orders={list(given)[:5]}: must be whole numbers >= 1, at least one; leave it out "

@@ -15,17 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = [
-    "attack_probability",
-    "best_order",
-    "left_cost",
-    "moments_epsilon",
-    "pair_distances",
-    "smallest",
-    "step_cost",
-    "upper_mean",
-]
-
 Array = NDArray[np.float64]
 
 
@@ -205,7 +194,7 @@ def pair_distances(gram: Any, clip: float = math.inf, batches: Any = None) -> Ar
         clip: records are clipped to this norm first; infinite leaves them.
         batches: matrix [batches, records] of weights; row b stands for the sum of weighted records.
     """
-    g = np.asarray(gram.detach().cpu() if hasattr(gram, "detach") else gram, dtype=np.float64)
+    g = _numbers(gram)
     if g.ndim != 2 or g.shape[0] != g.shape[1] or not np.isfinite(g).all():
         raise ValueError(f"gram: has shape {g.shape}; give a square matrix of finite numbers")
     norms = np.sqrt(np.maximum(np.diag(g), 0.0))
@@ -221,9 +210,7 @@ def pair_distances(gram: Any, clip: float = math.inf, batches: Any = None) -> Ar
 
 def checked_distances(distances: Any) -> Array:
     """Return distances as a flat array, or raise where they are no sample of a distance."""
-    d = np.asarray(
-        distances.detach().cpu() if hasattr(distances, "detach") else distances, dtype=np.float64
-    ).ravel()
+    d = _numbers(distances).ravel()
     if len(d) < 2:
         raise ValueError(
             f"distances: has {len(d)} samples; the estimator needs at least 2 at every step"
@@ -233,6 +220,10 @@ def checked_distances(distances: Any) -> Array:
             "distances: must be finite and >= 0; a release at infinite distance has no cost"
         )
     return d
+
+
+def _numbers(values: Any) -> Array:
+    return np.asarray(values.detach().cpu() if hasattr(values, "detach") else values, np.float64)
 
 
 def attack_probability(epsilon: float) -> float:

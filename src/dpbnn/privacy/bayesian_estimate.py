@@ -10,8 +10,6 @@ from typing import Any, NoReturn
 from dpbnn.privacy.bayesian_costs import attack_probability
 from dpbnn.privacy.statement import PrivacyStatement, item
 
-__all__ = ["BayesianPrivacyEstimate"]
-
 _NOT_DP = (
     "this is a Bayesian privacy estimate (epsilon_mu), not differential privacy; read "
     ".epsilon_mu if an estimate for records from the data's distribution is what you want, and "

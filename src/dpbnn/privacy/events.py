@@ -15,8 +15,6 @@ from dpbnn.privacy.mechanisms import MECHANISMS, Mechanism
 from dpbnn.privacy.relation import Relation
 from dpbnn.privacy.sampling import SAMPLERS, Participation, Sampler
 
-__all__ = ["Event", "UnsupportedEvent"]
-
 
 class UnsupportedEvent(ValueError):
     """The sampler, relation and accountant asked for have no sound analysis together."""

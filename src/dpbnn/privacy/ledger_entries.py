@@ -13,8 +13,6 @@ from dpbnn.privacy.events import Event, UnsupportedEvent
 from dpbnn.privacy.ledger_file import LedgerCorrupted
 from dpbnn.privacy.statement import LabelledEvent
 
-__all__ = ["SCHEMA", "Attempt", "Entries"]
-
 SCHEMA = 2
 
 

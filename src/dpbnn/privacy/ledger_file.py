@@ -25,8 +25,6 @@ from typing import Any
 
 from dpbnn.privacy.locks import lock, sync_folder, unlock
 
-__all__ = ["LedgerCorrupted", "LedgerFile", "Locked"]
-
 
 class LedgerCorrupted(RuntimeError):
     """The ledger does not say reliably what was spent."""

@@ -8,8 +8,6 @@ import os
 import time
 from typing import Any
 
-__all__ = ["lock", "sync_folder", "unlock"]
-
 # On Windows a lock keeps others from reading the bytes it covers, so it covers one byte that no
 # file reaches. The C library seeks there with 31 bits.
 _BYTE = 2**31 - 2

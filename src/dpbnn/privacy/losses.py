@@ -7,8 +7,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["expm1", "loss_grid", "poisson_losses", "self_composed"]
-
 
 def expm1(x: float) -> float:
     """Return exp(x) - 1, infinite where a float cannot hold it."""

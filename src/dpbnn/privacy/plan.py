@@ -20,8 +20,6 @@ from dpbnn.privacy.schedule import Schedule, first_steps, read_length, read_sche
 from dpbnn.privacy.solve import noise_scale, step_count
 from dpbnn.privacy.statement import PrivacyStatement
 
-__all__ = ["ComposedPlan", "Plan", "compose", "open_plan", "plan"]
-
 _DELTA = (0, 0.1, "a small probability, such as 1e-5, well below 1/n")
 _EPOCHS = (0, math.inf, "a number of passes over the data")
 

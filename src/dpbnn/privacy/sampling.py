@@ -129,8 +129,13 @@ class Sampler(ABC):
 
     def event(self, noise_multiplier: float, count: int = 1, start: int = 0) -> Event:
         """Return the event of batches `start` to `start + count - 1` with Gaussian noise."""
-        from dpbnn.privacy.events import Event
+        from dpbnn.privacy.events import Event, UnsupportedEvent
 
+        if SAMPLERS.get(self.name, type(self)) is not type(self):
+            raise UnsupportedEvent(
+                f"{type(self).__name__}: would be accounted for as {self.name!r}, which is another "
+                f"class; give it a name of its own and @register"
+            )
         return Event(
             sampling=self.name,
             noise_multiplier=float(noise_multiplier),

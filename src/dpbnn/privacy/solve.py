@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dpbnn.privacy.checks import round_up
 from dpbnn.privacy.schedule import MOST_STEPS
 
-__all__ = ["noise_scale", "step_count"]
-
 _CLOSE = 0.998  # a solved epsilon lies in [_CLOSE * target, target]
 
 

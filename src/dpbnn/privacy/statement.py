@@ -18,8 +18,6 @@ from dpbnn.privacy.events import Event, UnsupportedEvent
 from dpbnn.privacy.mechanisms import MECHANISMS
 from dpbnn.privacy.relation import Relation
 
-__all__ = ["UNKNOWN", "LabelledEvent", "PrivacyStatement", "item", "joined", "statement_of"]
-
 SCHEMA = 1
 
 _SIZE = "the number of records n"

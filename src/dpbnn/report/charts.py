@@ -12,21 +12,6 @@ from markupsafe import Markup
 from dpbnn.report.plain_words import percent_up
 from dpbnn.report.svg import Drawing, Scale
 
-__all__ = [
-    "band",
-    "class_draws",
-    "confidence_histogram",
-    "coverage",
-    "guess",
-    "key_symbol",
-    "metric_by_epsilon",
-    "pit",
-    "real_draws",
-    "reliability",
-    "risk_coverage",
-    "wilson",
-]
-
 _WIDTH = 380.0
 _LEFT, _RIGHT = 42.0, 366.0
 _UNIT = [0, 0.2, 0.4, 0.6, 0.8, 1]
@@ -105,21 +90,16 @@ def reliability(
 def confidence_histogram(edges: Sequence[float], counts: Sequence[int]) -> Markup:
     """Show how many test records got which confidence."""
     total = max(sum(counts), 1)
-    drawing = Drawing(
-        _WIDTH,
+    drawing, x, y = _panel(
         260,
         "Confidence histogram",
         "Share of test records by confidence: "
         + "; ".join(f"{edges[i]:.2f} to {edges[i + 1]:.2f}: {n}" for i, n in enumerate(counts) if n)
         + ".",
+        max(counts, default=0) / total * 1.08 or 1,
     )
-    x = Scale((0, 1), (_LEFT, _RIGHT))
-    y = Scale((0, max(counts, default=0) / total * 1.08 or 1), (218, 30))
     drawing.y_axis(y, _LEFT, "share of test records", right=_RIGHT, form=_percent)
-    for i, n in enumerate(counts):
-        left, right = x(edges[i]) + 0.5, x(edges[i + 1]) - 0.5
-        tip = f"{edges[i]:.2f} to {edges[i + 1]:.2f}: {n} records"
-        drawing.rect(left, y(n / total), right - left, 218 - y(n / total), "c1 fill", tip)
+    _bars(drawing, x, y, edges, counts, total)
     drawing.x_axis(x, 218, "confidence", at=_UNIT)
     return drawing.markup()
 
@@ -127,15 +107,13 @@ def confidence_histogram(edges: Sequence[float], counts: Sequence[int]) -> Marku
 def risk_coverage(coverage: Sequence[float], risk: Sequence[float], aurc: float | None) -> Markup:
     """Show the error on the records answered, against the share of records answered."""
     points = _thin(list(zip(coverage, risk, strict=True)), 300)
-    drawing = Drawing(
-        _WIDTH,
+    drawing, x, y = _panel(
         260,
         "Risk-coverage curve",
         f"Error rate among the most certain records, as more are answered; at full coverage it is "
         f"{risk[-1]:.3f}" + (f", the area under the curve is {aurc:.4f}." if aurc else "."),
+        max(risk) * 1.1 or 1,
     )
-    x = Scale((0, 1), (_LEFT, _RIGHT))
-    y = Scale((0, max(risk) * 1.1 or 1), (218, 30))
     drawing.y_axis(y, _LEFT, "error among answered", right=_RIGHT, form=_percent)
     shape = [(x(c), y(r)) for c, r in points]
     drawing.band([(px, 218) for px, _ in shape], shape, "c1 area")
@@ -278,14 +256,8 @@ def coverage(rows: Sequence[tuple[float, float, float, float]]) -> Markup:
     Each row is (promised, found, low, high) with the ends of an interval of what was found, NaN
     where there is none.
     """
-    drawing = Drawing(
-        _WIDTH,
-        300,
-        "Coverage of predictive intervals",
-        "; ".join(f"promised {p:.0%}, found {a:.1%}" for p, a, _, _ in rows) + ".",
-    )
-    x = Scale((0, 1), (_LEFT, _RIGHT))
-    y = Scale((0, 1), (258, 30))
+    words = "; ".join(f"promised {p:.0%}, found {a:.1%}" for p, a, _, _ in rows) + "."
+    drawing, x, y = _panel(300, "Coverage of predictive intervals", words)
     drawing.y_axis(y, _LEFT, "share of targets inside", right=_RIGHT, at=_UNIT)
     drawing.x_axis(x, 258, "promised probability", top=30, at=_UNIT)
     drawing.line([(x(0), y(0)), (x(1), y(1))], "ideal")
@@ -300,22 +272,16 @@ def coverage(rows: Sequence[tuple[float, float, float, float]]) -> Markup:
 def pit(edges: Sequence[float], counts: Sequence[int]) -> Markup:
     """Show the histogram of predictive probabilities below the target; flat where calibrated."""
     total, bins = sum(counts), len(counts)
-    drawing = Drawing(
-        _WIDTH,
+    spread = 2.575829 * math.sqrt(total * (1 / bins) * (1 - 1 / bins))
+    drawing, x, y = _panel(
         300,
         "Probability integral transform",
         f"Counts in {bins} bins of the predictive distribution function at the target: "
         f"{', '.join(str(n) for n in counts)}; a calibrated model has {total / bins:.1f} in each.",
+        max(max(counts, default=1), total / bins + spread) * 1.1 or 1,
     )
-    spread = 2.575829 * math.sqrt(total * (1 / bins) * (1 - 1 / bins))
-    x = Scale((0, 1), (_LEFT, _RIGHT))
-    top = max(max(counts, default=1), total / bins + spread) * 1.1
-    y = Scale((0, top or 1), (258, 30))
     drawing.y_axis(y, _LEFT, "test records", right=_RIGHT)
-    for i, n in enumerate(counts):
-        left, right = x(edges[i]) + 0.5, x(edges[i + 1]) - 0.5
-        tip = f"{edges[i]:.2f} to {edges[i + 1]:.2f}: {n} records"
-        drawing.rect(left, y(n), right - left, 258 - y(n), "c1 fill", tip)
+    _bars(drawing, x, y, edges, counts)
     high, low = y(total / bins + spread), y(max(total / bins - spread, 0))
     drawing.rect(_LEFT, high, _RIGHT - _LEFT, low - high, "expected")
     drawing.line([(_LEFT, y(total / bins)), (_RIGHT, y(total / bins))], "ideal")
@@ -396,6 +362,26 @@ def wilson(share: float, n: int) -> tuple[float, float]:
     middle = (share + z2 / 2) / (1 + z2)
     half = _Z / (1 + z2) * math.sqrt(share * (1 - share) / n + z2 / (4 * n))
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def _panel(height: float, title: str, words: str, top: float = 1.0) -> tuple[Drawing, Scale, Scale]:
+    """Return a drawing whose axes go from 0 to 1 across and from 0 to `top` upwards."""
+    across, up = Scale((0, 1), (_LEFT, _RIGHT)), Scale((0, top), (height - 42, 30))
+    return Drawing(_WIDTH, height, title, words), across, up
+
+
+def _bars(
+    drawing: Drawing,
+    x: Scale,
+    y: Scale,
+    edges: Sequence[float],
+    counts: Sequence[int],
+    unit: int = 1,
+) -> None:
+    """Draw a bar for every bin, as high as its count in units."""
+    for low, high, n in zip(edges[:-1], edges[1:], counts, strict=True):
+        left, top, tip = x(low) + 0.5, y(n / unit), f"{low:.2f} to {high:.2f}: {n} records"
+        drawing.rect(left, top, x(high) - 0.5 - left, y.range[0] - top, "c1 fill", tip)
 
 
 def _symbol(drawing: Drawing, index: int, x: float, y: float, role: str, tip: str) -> None:

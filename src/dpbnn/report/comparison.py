@@ -13,8 +13,6 @@ from dpbnn.report.page import ComparisonRow
 from dpbnn.report.plain_words import Reading, read
 from dpbnn.report.template import environment, hero, write_page
 
-__all__ = ["render_comparison", "write_comparison"]
-
 _COMPARED = {
     "classification": ("accuracy", "nll", "ece"),
     "regression": ("rmse", "log_likelihood", "crps"),

@@ -11,20 +11,6 @@ from markupsafe import Markup
 
 from dpbnn.report import charts
 
-__all__ = [
-    "Chart",
-    "Meaning",
-    "MetricRow",
-    "coverage_rows",
-    "decimals",
-    "evaluation_charts",
-    "interval",
-    "meaning",
-    "metric_rows",
-    "plain",
-    "value_of",
-]
-
 
 class Meaning(NamedTuple):
     """A metric in words.

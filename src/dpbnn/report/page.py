@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from dpbnn.privacy.statement import PrivacyStatement
 
-__all__ = ["Band", "ComparisonRow", "Example", "Examples", "RunPage"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Example:

@@ -12,8 +12,6 @@ from dpbnn.privacy.checks import round_up
 from dpbnn.privacy.relation import Relation
 from dpbnn.privacy.statement import PrivacyStatement, statement_of
 
-__all__ = ["Reading", "guess_chance", "percent_up", "read", "small"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Reading:

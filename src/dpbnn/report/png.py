@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["data_uri", "encode"]
-
 
 def encode(image: Any) -> bytes:
     """Return a PNG of grey values [h, w] or colours [h, w, 3] in 0..1; values outside are clipped.

@@ -15,8 +15,6 @@ from dpbnn.report.page import Band, Example, Examples, RunPage
 from dpbnn.report.plain_words import read
 from dpbnn.report.template import environment, facts, hero, short, write_page
 
-__all__ = ["render", "write"]
-
 _NOT_PUBLIC = (
     "No single test record is shown, because the test data was not declared public. If it is, "
     "write the report again with --test-data-public."

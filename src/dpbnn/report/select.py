@@ -12,8 +12,6 @@ from dpbnn.report.page import Band, Example, Examples
 if TYPE_CHECKING:
     from dpbnn.predictive import Predictive
 
-__all__ = ["band", "select_examples"]
-
 
 def select_examples(
     predictive: Predictive,

@@ -9,8 +9,6 @@ from html import escape
 
 from markupsafe import Markup
 
-__all__ = ["Drawing", "Scale", "number", "ticks"]
-
 Pair = tuple[float, float]
 
 
@@ -137,14 +135,13 @@ class Drawing:
         *,
         top: float | None = None,
         at: Sequence[float] | None = None,
-        form: Callable[[float], str] = label,
     ) -> None:
         """Draw a horizontal axis at `y`, with rules up to `top`."""
         for value in scale.ticks() if at is None else at:
             x = scale(value)
             if top is not None:
                 self.line([(x, top), (x, y)], "grid")
-            self.text(x, y + 15, form(value), "tick middle")
+            self.text(x, y + 15, label(value), "tick middle")
         self.line([(scale.range[0], y), (scale.range[1], y)], "axis")
         if words:
             self.text(sum(scale.range) / 2, y + 32, words, "label middle")

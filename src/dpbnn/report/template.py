@@ -14,8 +14,6 @@ from dpbnn.report import charts
 from dpbnn.report.plain_words import Reading, percent_up
 from dpbnn.storage import replace_file
 
-__all__ = ["environment", "facts", "hero", "short", "write_page"]
-
 _ADVICE = (
     "Treat the model, and everything that comes out of it, as confidential as the data it was "
     "trained on. The figures on this page say nothing about privacy."
