@@ -23,9 +23,12 @@ __all__ = [
 ]
 
 PAPERS = {
-    "bayesian-dp": "dpbnn.reproduce.bayesian_dp",
+    "dp-bnn": ("dp_bnn_theory",),
+    "dp-sep": ("dp_sep_mixture", "dp_sep_theorem"),
+    "bayesian-dp": ("bayesian_dp",),
+    "dp-bbb": ("dp_bbb_items",),
 }
-"""A module per paper; its `ITEMS` are functions from `Settings` to `Result`, by name."""
+"""The modules of a paper; their `ITEMS` are functions from `Settings` to `Result`, by name."""
 
 Item = Callable[[Settings], Result]
 
@@ -34,8 +37,9 @@ def items() -> dict[str, Item]:
     """Return everything that can be reproduced, by name, such as "bayesian-dp.fig3"."""
     return {
         f"{paper}.{name}" if paper else name: item
-        for paper, module in PAPERS.items()
-        for name, item in importlib.import_module(module).ITEMS.items()
+        for paper, modules in PAPERS.items()
+        for module in modules
+        for name, item in importlib.import_module(f"dpbnn.reproduce.{module}").ITEMS.items()
     }
 
 
