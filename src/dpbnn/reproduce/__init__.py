@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 PAPERS = {
-    "dp-bnn": ("dp_bnn_theory", "dp_bnn_regression"),
+    "dp-bnn": ("dp_bnn_theory", "dp_bnn_mnist", "dp_bnn_regression", "dp_bnn_figures"),
     "dp-sep": ("dp_sep_mixture", "dp_sep_theorem"),
     "bayesian-dp": ("bayesian_dp",),
     "dp-bbb": ("dp_bbb_items",),
