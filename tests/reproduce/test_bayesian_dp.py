@@ -26,7 +26,7 @@ from dpbnn.reproduce.command import reproduce_command
 from dpbnn.reproduce.masked_sgd import MaskedSGD, masked
 from dpbnn.reproduce.sampled_vi import SampledVI
 
-QUICK = reproduce.Settings(quick=True)
+QUICK = reproduce.Settings(fast=True)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ class TestFigures:
     def test_figure_2_unclipped_is_worse_at_a_low_quantile_whatever_the_draw(self):
         one, two = (
             np.array(reproduce.reproduce("bayesian-dp.fig2", settings).rows)
-            for settings in (QUICK, reproduce.Settings(quick=True, seed=1))
+            for settings in (QUICK, reproduce.Settings(fast=True, seed=1))
         )
         assert one[0, 1] != two[0, 1]
         for rows in (one, two):
@@ -114,14 +114,14 @@ class TestCommand:
             assert f"bayesian-dp.{name} " in text
 
     def test_a_figure_to_a_folder_and_to_the_terminal(self, tmp_path):
-        result = self.run("bayesian-dp.fig3", "--quick", "--out", str(tmp_path))
+        result = self.run("bayesian-dp.fig3", "--fast", "--out", str(tmp_path))
         assert result.exit_code == 0
         assert {p.name for p in tmp_path.iterdir()} == {
             "bayesian-dp.fig3.md",
             "bayesian-dp.fig3.json",
             "bayesian-dp.fig3.svg",
         }
-        assert "| 0.1 | 0.2378 | 49 |" in self.run("bayesian-dp.fig3", "--quick").output
+        assert "| 0.1 | 0.2378 | 49 |" in self.run("bayesian-dp.fig3", "--fast").output
 
     def test_bad_input_is_one_line(self):
         assert "--list" in self.run().output

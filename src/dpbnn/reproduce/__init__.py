@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import time
 from collections.abc import Callable
+from typing import Any
 
-from dpbnn.reproduce.result import Curve, Figure, Result, Settings, write
+from dpbnn.reproduce.result import Curve, Figure, Result, Settings, Summary, write
 
-__all__ = ["PAPERS", "Curve", "Figure", "Result", "Settings", "items", "reproduce", "write"]
+__all__ = [
+    "PAPERS",
+    "Curve",
+    "Figure",
+    "Result",
+    "Settings",
+    "Summary",
+    "items",
+    "reproduce",
+    "write",
+]
 
-PAPERS = {"bayesian-dp": "dpbnn.reproduce.bayesian_dp"}
-"""A module per paper; its `ITEMS` are functions from `Settings` to `Result`, by name."""
+PAPERS = {
+    "dp-bnn": ("dp_bnn_theory", "dp_bnn_mnist", "dp_bnn_regression", "dp_bnn_figures"),
+    "dp-sep": ("dp_sep_mixture", "dp_sep_theorem"),
+    "bayesian-dp": ("bayesian_dp",),
+    "dp-bbb": ("dp_bbb_items",),
+}
+"""The modules of a paper; their `ITEMS` are functions from `Settings` to `Result`, by name."""
 
 Item = Callable[[Settings], Result]
 
@@ -18,14 +36,15 @@ Item = Callable[[Settings], Result]
 def items() -> dict[str, Item]:
     """Return everything that can be reproduced, by name, such as "bayesian-dp.fig3"."""
     return {
-        f"{paper}.{name}": item
-        for paper, module in PAPERS.items()
-        for name, item in importlib.import_module(module).ITEMS.items()
+        f"{paper}.{name}" if paper else name: item
+        for paper, modules in PAPERS.items()
+        for module in modules
+        for name, item in importlib.import_module(f"dpbnn.reproduce.{module}").ITEMS.items()
     }
 
 
 def reproduce(name: str, settings: Settings | None = None) -> Result:
-    """Return a table or figure of a paper, computed now.
+    """Return a table or figure of a paper, computed now or from cells that are finished.
 
     Args:
         name: one of `items()`.
@@ -34,4 +53,40 @@ def reproduce(name: str, settings: Settings | None = None) -> Result:
     known = items()
     if name not in known:
         raise ValueError(f"{name!r}: nothing of that name; give one of {', '.join(known)}")
-    return known[name](settings or Settings())
+    settings = dataclasses.replace(settings or Settings(), used=[])
+    begin = time.monotonic()
+    result = known[name](settings)
+    return dataclasses.replace(
+        result, record=_record(name, settings, time.monotonic() - begin)
+    )
+
+
+def _record(name: str, settings: Settings, seconds: float) -> dict[str, Any]:
+    """Return where the numbers come from: command, device, versions, time."""
+    from dpbnn.reproduce.cells import device_name, versions
+
+    finished = [line for line in settings.used if "value" in line]
+    spent = sum(line["seconds"] for line in finished)
+    options = {"fast": settings.fast, "seed": settings.seed, "seeds": settings.seeds}
+    words = [
+        "dpbnn reproduce",
+        name,
+        *(["--fast"] if settings.fast else []),
+        *([f"--seed {settings.seed}"] if settings.seed else []),
+        *([f"--seeds {settings.seeds}"] if settings.seeds else []),
+        *([f"--device {settings.device}"] if settings.device != "cpu" else []),
+    ]
+    used = [line["device"] for line in finished] or [device_name(settings.device)]
+    found = [line["versions"] for line in finished] or [versions()]
+    return {
+        "name": name,
+        "command": " ".join(words),
+        "settings": options,
+        "device": "; ".join(dict.fromkeys(used)),
+        "versions": {
+            key: ", ".join(dict.fromkeys(v[key] for v in found if key in v)) for key in found[0]
+        },
+        "seconds": round(spent or seconds, 1),
+        "cells": len(settings.used),
+        "unfinished": len(settings.used) - len(finished),
+    }

@@ -58,7 +58,7 @@ def fig2(settings: Settings) -> Result:
 def fig3(settings: Settings) -> Result:
     """Order lambda against epsilon at constant distances (Figure 3)."""
     n, batch, steps = 60_000, 64, 10_000
-    grid, wide = range(1, 50), range(1, 65 if settings.quick else 513)
+    grid, wide = range(1, 50), range(1, 65 if settings.fast else 513)
     rows, curves = [], []
     for distance in (0.1, 0.7, 1.0):
         costs = np.array([steps * left_cost(o, batch / n, distance)[0] for o in wide])
@@ -98,7 +98,7 @@ def _noise_curves(settings: Settings, quantiles: Sequence[float], clipped: bool)
     records, width, rate, steps = 1000, 50, 1 / 1000, 10_000
     gradients = np.random.default_rng(settings.seed).weibull(0.5, (records, width))
     norms = np.linalg.norm(gradients, axis=1)
-    sigmas = np.geomspace(0.4, 8.0, 4 if settings.quick else 20)
+    sigmas = np.geomspace(0.4, 8.0, 4 if settings.fast else 20)
     gram = gradients @ gradients.T
     rows, curves = [], []
     for quantile in quantiles:

@@ -101,7 +101,7 @@ TUNING_RUNS = 21
 
 def vi(settings: Settings) -> Result:
     """Variational logistic regression on Abalone and Adult, both accountants (the VI table)."""
-    steps = 200 if settings.quick else 2000
+    steps = 200 if settings.fast else 2000
     rows: list[tuple[Any, ...]] = []
     for name, table in TABLES.items():
         d = data.load(name, settings.data)
@@ -193,7 +193,7 @@ def mnist(settings: Settings) -> Result:
     length: dict[str, Any] = {"epochs": 32}
     if settings.device == "cpu":
         size, length = (16, (96, 48)), {"epochs": 3}
-    if settings.quick:
+    if settings.fast:
         size, length = (8, (32, 32)), {"steps": 12}
         x_test, d = x_test[:1000], dataclasses.replace(d, y_test=d.y_test[:1000])
     budget = plan(epsilon=2.2, delta=DELTA, n=len(x), batch_size=1024, **length)
@@ -337,8 +337,8 @@ def last_layer(
 
 
 def cifar10(settings: Settings) -> Result:
-    """CIFAR10 by a last layer on fixed features, both accountants; quick: synthetic features."""
-    if settings.quick:
+    """CIFAR10 by a last layer on fixed features, both accountants; fast: synthetic features."""
+    if settings.fast:
         rng = np.random.default_rng(settings.seed)
         centres = rng.normal(size=(10, 64))
         labels = rng.integers(10, size=5000)
@@ -352,7 +352,7 @@ def cifar10(settings: Settings) -> Result:
         if not path.is_file():
             raise ValueError(
                 f"{path}: is not here; write x_train, y_train, x_test, y_test there, the outputs "
-                f"of VGG-16's convolutions on CIFAR10, or pass --quick for synthetic features"
+                f"of VGG-16's convolutions on CIFAR10, or pass --fast for synthetic features"
             )
         with np.load(path) as file:
             parts = tuple(file[k] for k in ("x_train", "y_train", "x_test", "y_test"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import click
@@ -10,21 +11,31 @@ import click
 @click.command("reproduce")
 @click.argument("name", required=False)
 @click.option("--list", "listed", is_flag=True, help="Say what there is.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder for NAME.md, .json and .svg.")
-@click.option("--quick", is_flag=True, help="A short version, to see that it works.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for NAME.md, .json, .svg and "
+              "for finished runs, which are not made again.")  # fmt: skip
+@click.option("--fast", is_flag=True, help="A short version, to see that it works.")
 @click.option("--seed", type=int, default=0, show_default=True,
               help="Of initialisation and synthetic data.")  # fmt: skip
+@click.option("--seeds", type=click.IntRange(min=1),
+              help="How many seeds, simulations or splits [default: the item's own].")  # fmt: skip
 @click.option("--data", type=click.Path(path_type=Path), help="Folder of the datasets "
               "[default: DPBNN_DATA].")  # fmt: skip
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--limit", type=float, default=math.inf, metavar="SECONDS",
+              help="Start no further run after so many seconds; run again to go on.")  # fmt: skip
+@click.option("--only", multiple=True, metavar="WORD",
+              help="Make only new runs whose settings hold this word.")  # fmt: skip
 def reproduce_command(
     name: str | None,
     listed: bool,
     out: Path | None,
-    quick: bool,
+    fast: bool,
     seed: int,
+    seeds: int | None,
     data: Path | None,
     device: str,
+    limit: float,
+    only: tuple[str, ...],
 ) -> None:
     r"""Compute a table or figure of a paper anew.
 
@@ -41,8 +52,14 @@ def reproduce_command(
         return
     if name is None:
         raise click.UsageError("NAME is missing; 'dpbnn reproduce --list' says what there is")
-    settings = reproduce.Settings(quick=quick, seed=seed, data=data, device=device)
+    settings = reproduce.Settings(
+        fast=fast, seed=seed, data=data, device=device, seeds=seeds, out=out, limit=limit,
+        only=only,
+    )  # fmt: skip
     result = reproduce.reproduce(name, settings)
+    left = result.record["unfinished"]
+    if left:
+        click.echo(f"{left} of {result.record['cells']} runs are still to be made", err=True)
     if out is None:
         click.echo(result.markdown())
         return
