@@ -94,9 +94,9 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
         record |= learners.scores(data, found, split.y_test)
         record |= {"seconds": round(seconds, 3), **found.about}
     except Exception as error:
-        record |= {"error": f"{type(error).__name__}: {error}", "seconds": 0.0}
-        if not isinstance(error, ValueError | RuntimeError):
-            traceback.print_exc()
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(where.filename).name}:{where.lineno}"
+        record |= {"error": f"{type(error).__name__}: {error} ({place})", "seconds": 0.0}
     return record | {"job_seconds": round(time.perf_counter() - begin, 3)}
 
 
