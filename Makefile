@@ -4,9 +4,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PIP    := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q
+PEERS  := .venv-peers
 TORCH  := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test test-portable test-browser lint bench docs clean
+.PHONY: demo test test-portable test-browser lint bench bench-tables bench-coverage docs clean
 
 demo: $(READY)
 	$(BIN)/dpbnn demo
@@ -31,11 +32,23 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.clipping $(ARGS)
 
+# All learners on all tables, with the peers in an environment of their own; hours on two cores.
+bench-tables: $(READY) $(PEERS)/.ready
+	$(BIN)/python -m benchmarks.tables --peers $(PEERS)/bin/python $(ARGS)
+
+bench-coverage: $(READY)
+	$(BIN)/python -m benchmarks.coverage $(ARGS)
+
 docs: $(READY)
 	$(BIN)/pdoc --output-directory site --docformat google dpbnn
 
 clean:
-	rm -rf $(VENV) site demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) site demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(PEERS)/.ready: benchmarks/peers.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install -q -r benchmarks/peers.txt
+	@touch $@
 
 # torch goes first and alone: its pin keeps the CPU build where one is installed from.
 $(READY): pyproject.toml constraints.txt

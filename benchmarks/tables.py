@@ -1,238 +1,155 @@
-"""Tables through the command line: `python -m benchmarks.tables`.
+"""Private learners on many tables: `python -m benchmarks.tables --results tables.jsonl`.
 
-Adult, Abalone (more than nine rings or not) and Abalone (number of rings) are written as CSV,
-fitted by `dpbnn fit` at epsilon 1 on the defaults, and evaluated by `dpbnn evaluate`, in a fresh
-process each.
+Every (table, learner, epsilon, seed) is one line of the results, with all metrics of the table's
+task; what is there already is not run again. A seed is a split of the table and the seed of what a
+learner draws. `--render` prints the results as Markdown, with the counts of what they must show.
 
-`--validate` repeats the comparison that the defaults come from: learning rates and numbers of
-steps on splits of the training parts of public tables; no test row is looked at. `--batches` does
-so for batch sizes.
-
-`--calibrate` fits Adult with and without `--recalibrate 0.1` and `--conformal 0.1`.
-
-`--time` says how long `dpbnn fit` takes on Adult, and how much of that is not training.
+`make bench-tables` sets up the environment of the peers, DP-EBM and diffprivlib, and runs all.
+Without it they are left out, and that is said. Jobs run in processes of one thread each, the
+longest first.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import csv
-import importlib
 import json
-import subprocess
+import multiprocessing
+import os
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+import traceback
 from pathlib import Path
-from statistics import mean
+from typing import Any
 
-import numpy as np
-from sklearn import datasets
-from sklearn.model_selection import train_test_split
+from benchmarks.table_data import TABLES, present, table
 
-import dpbnn
-from dpbnn.data import load, load_table
-
-TABLES = ("adult", "abalone", "abalone-rings")
-SHOWN = {"classification": ("accuracy", "nll", "ece"), "regression": ("rmse", "log_likelihood")}
-RATES = (0.25, 1.0, 4.0)  # times the default
-STEPS = (400, 1000)
-BATCHES = (1024, 2048, 4096, 8192)
+EPSILONS = ("0.1", "0.3", "1", "3", "none")
+FOLDER = Path(__file__).resolve().parents[1]
 
 
-def write(folder: Path, name: str) -> None:
-    """Write a dataset's tables as CSV, and its schema."""
-    train, test, schema = load_table(name)
-    for part, table in (("train", train), ("test", test)):
-        with (folder / f"{part}.csv").open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(table.names)
-            writer.writerows(zip(*(table.raw(column) for column in table.names), strict=True))
-    (folder / "schema.toml").write_text(schema.to_toml())
+def key(job: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what names a job."""
+    return (job["table"], job["learner"], job["epsilon"], job["seed"])
 
 
-def command(*arguments: str | Path) -> dict:
-    """Run the command in a process of its own and return the JSON that it prints."""
-    call = [sys.executable, "-m", "dpbnn", *map(str, arguments), "--json"]
-    return json.loads(subprocess.run(call, capture_output=True, text=True, check=True).stdout)
-
-
-def measure(name: str, seeds: int, epsilon: float) -> None:
-    """Print the test figures of a table, one line."""
-    found = []
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        write(folder, name)
-        for seed in range(seeds):
-            run = folder / f"run{seed}"
-            fit = command("fit", folder / "train.csv", "--schema", folder / "schema.toml",
-                          "--epsilon", str(epsilon), "--seed", str(seed), "--out", run)  # fmt: skip
-            evaluation = command("evaluate", run, folder / "test.csv")
-            coverage = {row["nominal"]: row["observed"] for row in evaluation["coverage"]}
-            values = {k: evaluation["metrics"][k]["value"] for k in SHOWN[evaluation["task"]]}
-            if coverage:
-                values["coverage of 90 % intervals"] = coverage[0.9]
-            found.append({**values, "epsilon": fit["privacy"]["epsilon"]})
-    line = ", ".join(
-        f"{key} {mean(f[key] for f in found):.4f} "
-        f"({min(f[key] for f in found):.4f} to {max(f[key] for f in found):.4f})"
-        for key in found[0]
-    )
-    print(f"{name}: {line}", flush=True)
-
-
-def calibrate(seeds: int, epsilon: float) -> None:
-    """Print what a private temperature and private sets change on Adult, for two methods."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        write(folder, "adult")
-        for method in ("sgld", "sgd"):
-            for more in ((), ("--recalibrate", "0.1"), ("--conformal", "0.1")):
-                found = []
-                for seed in range(seeds):
-                    run = folder / "-".join((method, *more, str(seed)))
-                    fit = command("fit", folder / "train.csv", "--schema", folder / "schema.toml",
-                                  "--method", method, "--epsilon", str(epsilon),
-                                  "--seed", str(seed), *more, "--out", run)  # fmt: skip
-                    values = command("evaluate", run, folder / "test.csv")
-                    figures = {k: values["metrics"][k]["value"] for k in SHOWN["classification"]}
-                    sets = values.get("conformal", {})
-                    figures |= {k: sets[k] for k in ("observed", "size") if sets}
-                    temperature = fit["calibration"].get("temperature")
-                    found.append(figures | ({"T": temperature} if temperature else {}))
-                shown = ", ".join(f"{k} {mean(f[k] for f in found):.4f}" for k in found[0])
-                print(f"{method} {' '.join(more)}: {shown}", flush=True)
-
-
-def training_parts() -> dict:
-    """Return the training parts of public tables: inputs, targets, range of the inputs, classes."""
-    parts = {}
-    for name, source in (
-        ("digits", datasets.load_digits),
-        ("breast cancer", datasets.load_breast_cancer),
-        ("wine", datasets.load_wine),
-        ("diabetes", datasets.load_diabetes),
-    ):
-        x, y = source(return_X_y=True)
-        x, _, y, _ = train_test_split(x, y, test_size=0.2, random_state=0)
-        parts[name] = (x, y, (x.min(0), x.max(0)), name != "diabetes")
-    for name in TABLES:
-        data = load(name)
-        parts[name] = (data.x_train, data.y_train, (-1, 1), data.task == "classification")
-    return parts
-
-
-def validate(epsilon: float) -> None:
-    """Print validation figures of learning rates and numbers of steps, for every table."""
-    from dpbnn.estimators.recipes import METHODS, settled_plan
-
-    for name, part in training_parts().items():
-        n = int(0.7 * len(part[0]))
-        plan = settled_plan(n, None, 1e-5, None, None)
-        default = METHODS["sgld"].settings(plan, None, not part[-1], None, None).learning_rate
-        for steps in STEPS:
-            for factor in RATES:
-                rate = factor * default
-                found = held_out(part, 1, epsilon, epochs=steps * plan.sample_rate,
-                                 learning_rate=rate)  # fmt: skip
-                print(f"{name}: {steps} steps, {factor:g} x rate: {found}", flush=True)
-
-
-def batches(epsilon: float, seeds: int) -> None:
-    """Print validation figures of batch sizes at 400 steps, for tables larger than a batch."""
-    for name, part in training_parts().items():
-        n = int(0.7 * len(part[0]))
-        for size in (b for b in BATCHES if b < 2 * n and n > 2048):
-            size = min(size, n)
-            found = held_out(part, seeds, epsilon, batch_size=size, epochs=400 * size / n)
-            print(f"{name} ({n} rows), batches of {size}: {found}", flush=True)
-
-
-def held_out(part: tuple, seeds: int, epsilon: float, **settings: object) -> str:
-    """Return figures of fits on 70 % of a training part, on the other rows; means of the seeds."""
-    x, y, bounds, classes = part
-    x, x_val, y, y_val = train_test_split(x, y, test_size=0.3, random_state=1)
-    kind = dpbnn.PrivateBayesClassifier if classes else dpbnn.PrivateBayesRegressor
-    ends = (float(y.min()), float(y.max()))
-    public = {"classes": np.unique(y)} if classes else {"target_bounds": ends}
-    found = [
-        kind(epsilon=epsilon, bounds=bounds, random_state=seed, **public, **settings)
-        .fit(x, y)
-        .evaluate(x_val, y_val, resamples=0)
-        .metrics
-        for seed in range(seeds)
-    ]
-    keys = SHOWN["classification" if classes else "regression"]
-    return ", ".join(f"{key} {mean(f[key].value for f in found):.3f}" for key in keys)
-
-
-def timed() -> None:
-    """Print the wall time of `dpbnn fit` on Adult: the training loop, imports and the rest."""
-    from dpbnn import cli, runs, training  # noqa: F401
-
-    spent = {"training": 0.0, "imports": 0.0}
-    inside: list[str] = []
-    training._Run.train = _counted(training._Run.train, "training", spent, inside)
-    loading = importlib._bootstrap  # what every import statement calls
-    loading._find_and_load = _counted(loading._find_and_load, "imports", spent, inside)
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        write(folder, "adult")
-        spent["imports"] = 0.0
-        begin = time.perf_counter()
-        with contextlib.suppress(SystemExit):
-            cli.main(["fit", str(folder / "train.csv"), "--schema", str(folder / "schema.toml"),
-                      "--epsilon", "1", "--out", str(folder / "run"), "--quiet"])  # fmt: skip
-        total = time.perf_counter() - begin - spent["imports"]
-    rest = total - spent["training"]
-    print(
-        f"fit {total:.2f} s: training {spent['training']:.2f} s, the rest {rest:.2f} s "
-        f"({rest / total:.0%}); imports on the way, not counted: {spent['imports']:.2f} s"
-    )
-
-
-def _counted(function: Callable, label: str, spent: dict, inside: list[str]) -> Callable:
-    """Return a function whose time is added up under a label, and taken off the outer label."""
-
-    def call(*arguments: object) -> object:
-        if label in inside:
-            return function(*arguments)
-        inside.append(label)
-        begin = time.perf_counter()
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a results file, the last one of every job; a torn line is dropped."""
+    found = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
         try:
-            return function(*arguments)
-        finally:
-            elapsed = time.perf_counter() - begin
-            inside.pop()
-            spent[label] += elapsed
-            if inside:
-                spent[inside[-1]] -= elapsed
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        found[key(record)] = record
+    return list(found.values())
 
-    return call
+
+def work(name: str, learner: str) -> float:
+    """Return a rough cost of a fit, to start the longest ones first."""
+    one = table(name)
+    rows = one.train or len(one.splits[0][0])
+    weight = {"dp-ebm": 1e-5 * max(1, one.classes), "boosting": 1e-6, "diffprivlib": 1e-6}
+    if learner.startswith("dpbnn"):
+        return 1.0 + 1e-5 * rows
+    return weight.get(learner, 1e-7) * rows * max(1, len(one.numeric()) + len(one.groups))
+
+
+def jobs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return what is to run, the longest first."""
+    from benchmarks import learners
+
+    chosen = list(arguments.learners)
+    if any(name in learners.PEERS for name in chosen):
+        problem = learners.peers_missing(os.environ["PEERS_PYTHON"])
+        if problem:
+            print(f"LEFT OUT: the peers ({problem}); see make bench-tables", file=sys.stderr)
+            chosen = [name for name in chosen if name not in learners.PEERS]
+    budgets = [None if word == "none" else float(word) for word in arguments.epsilons]
+    done = {key(record) for record in read(arguments.results) if "error" not in record}
+    found = [
+        {"table": name, "learner": learner, "epsilon": epsilon, "seed": seed}
+        for name in present(arguments.tables)
+        for learner in chosen
+        for epsilon in budgets
+        for seed in range(arguments.seeds)
+        if learners.runs(learner, table(name), epsilon)
+    ]
+    waiting = [job for job in found if key(job) not in done]
+    return sorted(waiting, key=lambda job: -work(job["table"], job["learner"]))
+
+
+def one(job: dict[str, Any]) -> dict[str, Any]:
+    """Run a job and return its record; a failure is a record too."""
+    import torch
+
+    from benchmarks import learners
+
+    torch.set_num_threads(1)
+    data = table(job["table"])
+    split = data.split(job["seed"])
+    record = {**job, "rows": len(split.x), "columns": split.x.shape[1], "classes": data.classes}
+    begin = time.perf_counter()
+    try:
+        found, seconds = learners.predict(job["learner"], data, split, job["epsilon"], job["seed"])
+        record |= learners.scores(data, found, split.y_test)
+        record |= {"seconds": round(seconds, 3), **found.about}
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(where.filename).name}:{where.lineno}"
+        record |= {"error": f"{type(error).__name__}: {error} ({place})", "seconds": 0.0}
+    return record | {"job_seconds": round(time.perf_counter() - begin, 3)}
+
+
+def run(waiting: list[dict[str, Any]], processes: int, results: Path) -> None:
+    """Run jobs in parallel, and write every record as soon as it is there."""
+    begin, failed = time.perf_counter(), 0
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(processes) as pool, results.open("a") as file:
+        for number, record in enumerate(pool.imap_unordered(one, waiting), 1):
+            print(json.dumps(record), file=file, flush=True)
+            if "error" in record:
+                failed += 1
+                print(f"FAILED: {key(record)}: {record['error']}", file=sys.stderr, flush=True)
+            if number % 50 == 0 or number == len(waiting):
+                spent = time.perf_counter() - begin
+                print(f"{number} of {len(waiting)} jobs, {spent:.0f} s", flush=True)
+    if failed:
+        print(f"{failed} jobs FAILED; a second call runs them again", file=sys.stderr)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epsilon", type=float, default=1.0)
-    parser.add_argument("--validate", action="store_true")
-    parser.add_argument("--batches", action="store_true")
-    parser.add_argument("--calibrate", action="store_true")
-    parser.add_argument("--time", action="store_true")
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=Path("tables.jsonl"))
+    parser.add_argument("--tables", nargs="+", default=list(TABLES), choices=TABLES, metavar="NAME")
+    parser.add_argument(
+        "--learners", nargs="+", metavar="NAME",
+        default=["dpbnn", "dp-ebm", "diffprivlib", "moment-ridge", "base-rate", "boosting"],
+        help="dpbnn is the estimator's default, dpbnn-METHOD a method of it (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--epsilons", nargs="+", default=list(EPSILONS), metavar="NUMBER|none")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument(
+        "--peers", default=str(FOLDER / ".venv-peers/bin/python"),
+        help="Python of the peers; PEERS_PATH is where it imports from, if set",
+    )  # fmt: skip
+    parser.add_argument("--render", action="store_true", help="print the results as Markdown")
+    parser.add_argument(
+        "--judged", default="dpbnn", metavar="LEARNER", help="whose counts to print"
+    )
     arguments = parser.parse_args()
-    if arguments.time:
-        timed()
-    elif arguments.calibrate:
-        calibrate(arguments.seeds, arguments.epsilon)
-    elif arguments.batches:
-        batches(arguments.epsilon, arguments.seeds)
-    elif arguments.validate:
-        validate(arguments.epsilon)
-    else:
-        for name in TABLES:
-            measure(name, arguments.seeds, arguments.epsilon)
+    if arguments.render:
+        from benchmarks.table_report import report
+
+        print(report(read(arguments.results), arguments.judged))
+        return
+    for name in ("OMP", "OPENBLAS", "MKL"):
+        os.environ[f"{name}_NUM_THREADS"] = "1"  # of the processes that are started
+    os.environ["PEERS_PYTHON"] = arguments.peers
+    run(jobs(arguments), arguments.jobs, arguments.results)
 
 
 if __name__ == "__main__":
