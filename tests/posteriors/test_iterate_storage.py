@@ -187,7 +187,7 @@ def test_training_may_go_on_changing_the_weights(tmp_path):
 @pytest.mark.parametrize("end", ["flush", "close"])
 def test_held_iterates_reach_the_file_at_the_end_alone(tmp_path, end):
     """More of them than are queued."""
-    writer = IterateWriter(tmp_path / "file", LIKE, 8, hold=True, queued=2)
+    writer = IterateWriter(tmp_path / "file", LIKE, 8, hold=True)
     before = (tmp_path / "file").read_bytes()
     assert writer.held_bytes == 0
     for i in range(1, 8):
@@ -261,7 +261,7 @@ def test_wrong_arguments_are_refused(tmp_path):
     for settings, message in (
         ({"capacity": 0}, "capacity=0"),
         ({"dtype": torch.float16}, "bfloat16"),
-        ({"queued": 0}, "queued=0"),
+        ({"start": -1}, "start=-1"),
     ):
         with pytest.raises(ValueError, match=message):
             IterateWriter(tmp_path / "file", LIKE, **({"capacity": 2} | settings))

@@ -406,11 +406,8 @@ def _series(series: Any) -> np.ndarray:
     """Return a pandas or polars series as an array, missing values as None or NaN."""
     if hasattr(series, "isna"):
         absent = np.asarray(series.isna(), dtype=bool)
-        if getattr(series.dtype, "kind", "O") in "biuf":
-            if not absent.any() and series.dtype.kind != "b":
-                return np.asarray(series.to_numpy())
-            if series.dtype.kind != "b":
-                return np.asarray(series.to_numpy(dtype=np.float64, na_value=np.nan))
+        if getattr(series.dtype, "kind", "O") in "iuf" and absent.any():
+            return np.asarray(series.to_numpy(dtype=np.float64, na_value=np.nan))
         values = np.asarray(series.to_numpy())
         if absent.any():
             values = values.astype(object)

@@ -53,7 +53,7 @@ class Sums:
     """
 
     def __init__(self, n: int) -> None:
-        self.total = np.array([float(n)])
+        self.total: Floats = np.array([float(n)])
 
     def __call__(self, values: Floats, slot: Integers | None = None, slots: int = 1) -> Floats:
         """Return sum_i w_i values_i by slot, [resamples, slots]."""

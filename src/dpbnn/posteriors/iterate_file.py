@@ -27,6 +27,7 @@ from torch import Tensor
 
 _INDEX = "__index__"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
+_QUEUED = 4  # copies that wait for the thread at most
 _FORMAT = {"format": "dpbnn-iterates", "version": "1"}
 _LINKS = os.name != "nt"  # Windows lets nobody replace a file that is open under another name
 
@@ -76,7 +77,7 @@ class IterateWriter:
 
     The file has its full size from the start, so that a full disk is an `OSError` here and not
     hours later. `append` copies the iterate where it is, and a thread fetches it (from a GPU) and
-    writes it; at most `queued` copies wait. An error of the thread is raised by the next `append`
+    writes it; at most four copies wait. An error of the thread is raised by the next `append`
     or by `close`; what was written before it can be read. Use as a context manager.
 
     Args:
@@ -86,7 +87,6 @@ class IterateWriter:
         dtype: torch.float32 or torch.bfloat16.
         start: number of iterates already passed to `append` by the run that is resumed; later ones
             in the file are dropped.
-        queued: copies that wait for the thread at most.
         hold: keep what is appended in memory, as much as it takes, until `flush` or `close`.
     """
 
@@ -98,13 +98,11 @@ class IterateWriter:
         *,
         dtype: torch.dtype = torch.float32,
         start: int = 0,
-        queued: int = 4,
         hold: bool = False,
     ) -> None:
-        if min(capacity, queued) < 1 or start < 0:
+        if capacity < 1 or start < 0:
             raise ValueError(
-                f"capacity={capacity}, queued={queued} must be at least 1 and start={start} at "
-                f"least 0."
+                f"capacity={capacity} must be at least 1 and start={start} at least 0."
             )
         if dtype not in _DTYPES.values():
             raise ValueError(f"dtype={dtype} must be torch.float32 or torch.bfloat16.")
@@ -120,7 +118,7 @@ class IterateWriter:
             _put(self._file, zeros, layout.offset(_INDEX, start))
         self._hold = hold
         self._held: list[tuple[int, Future[dict[str, Tensor]]]] = []
-        self._waiting = threading.Semaphore(queued)
+        self._waiting = threading.Semaphore(_QUEUED)
         self._thread = ThreadPoolExecutor(1, "iterate-writer")
         self._closed = False
 

@@ -93,39 +93,27 @@ class Drawing:
         self, x: float, y: float, width: float, height: float, role: str, tip: str = ""
     ) -> None:
         """Draw a rectangle; sizes below 0 are drawn as 0."""
-        self._add(
-            f'<rect x="{number(x)}" y="{number(y)}" width="{number(max(width, 0))}" '
-            f'height="{number(max(height, 0))}" class="{role}"',
-            "rect",
-            tip,
-        )
+        self._add("rect", role, tip, x=x, y=y, width=max(width, 0), height=max(height, 0))
 
     def line(self, points: Iterable[Pair], role: str) -> None:
         """Draw a line through points."""
-        self._add(f'<path d="{_path(points)}" class="{role}"', "path")
+        self._add("path", role, d=_path(points))
 
     def band(self, lower: Sequence[Pair], upper: Sequence[Pair], role: str) -> None:
         """Fill between two lines."""
-        self._add(f'<path d="{_path([*lower, *reversed(upper)])}Z" class="{role}"', "path")
+        self._add("path", role, d=f"{_path([*lower, *reversed(upper)])}Z")
 
     def dots(self, points: Iterable[Pair], role: str) -> None:
         """Draw many points as one element: zero-length strokes with round ends."""
-        d = "".join(f"M{number(x)} {number(y)}h0" for x, y in points)
-        self._add(f'<path d="{d}" class="{role}"', "path")
+        self._add("path", role, d="".join(f"M{number(x)} {number(y)}h0" for x, y in points))
 
     def circle(self, x: float, y: float, radius: float, role: str, tip: str = "") -> None:
         """Draw one point, which may have a tip."""
-        self._add(
-            f'<circle cx="{number(x)}" cy="{number(y)}" r="{number(radius)}" class="{role}"',
-            "circle",
-            tip,
-        )
+        self._add("circle", role, tip, cx=x, cy=y, r=radius)
 
     def text(self, x: float, y: float, words: str, role: str = "") -> None:
         """Write text at a point; roles `start`, `middle` and `end` say which part is there."""
-        self._parts.append(
-            f'<text x="{number(x)}" y="{number(y)}" class="{role}">{_escape(words)}</text>'
-        )
+        self._add("text", role, inside=_escape(words), x=x, y=y)
 
     def x_axis(
         self,
@@ -177,9 +165,14 @@ class Drawing:
             f"<desc>{description}</desc>{''.join(self._parts)}</svg>"
         )
 
-    def _add(self, opening: str, name: str, tip: str = "") -> None:
+    def _add(
+        self, name: str, role: str, tip: str = "", inside: str | None = None, **places: float | str
+    ) -> None:
+        given = {k: v if isinstance(v, str) else number(v) for k, v in places.items()}
+        values = " ".join(f'{key}="{value}"' for key, value in {**given, "class": role}.items())
+        inside = f"<title>{_escape(tip)}</title>" if tip else inside
         self._parts.append(
-            f"{opening}><title>{_escape(tip)}</title></{name}>" if tip else f"{opening}/>"
+            f"<{name} {values}" + ("/>" if inside is None else f">{inside}</{name}>")
         )
 
 
