@@ -49,11 +49,13 @@ BELOW = {
     "rows": {"messages", "privacy", "likelihoods", ""},
     "audit": {"likelihoods", "methods", "posteriors", "priors", "privacy", "training"},
     "progress": {"privacy"},
+    "threads": set(),
     "computed": set(),
     "checkpoint": {"computed", "privacy", "storage"},
     "resume": {"checkpoint", "methods", "posteriors", "privacy", "progress", "rows"},
     "open_training": {"contributions", "messages", "methods", "resume"},
     "training": {
+        "threads",
         "open_training",
         "resume",
         "messages",

@@ -31,6 +31,7 @@ from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.statement import PrivacyStatement
 from dpbnn.resume import FAILED, Run
 from dpbnn.rows import checked_rows
+from dpbnn.threads import threads_for
 
 
 def fit(
@@ -232,7 +233,9 @@ class _Run(Run):
 
     def train(self, progress: bool) -> None:
         """Run the remaining steps; an interrupt leaves a checkpoint that can be gone on with."""
-        with self.steps(progress) as done:
+        size = sum(p.numel() for p in self.process.model.parameters())
+        small = threads_for(self.plan.batch_size, size, self.x.shape[1:])
+        with small, self.steps(progress) as done:
             for batch in self.batches():
                 self._one(batch)
                 done()

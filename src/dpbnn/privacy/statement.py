@@ -30,6 +30,10 @@ _COVERS = (
     "every released sum, and all that is computed from them without the data: the posterior, its "
     "samples, its predictions on other data",
 )
+BEFORE = (
+    "whatever was computed from the data before dpbnn got it, such as a scaler's means, imputed "
+    "values, chosen columns, or bounds read off the data"
+)
 _ENTROPY = "operating-system entropy"
 UNKNOWN = "nothing is known of the training of the model: it has no privacy statement"
 
@@ -285,6 +289,7 @@ class PrivacyStatement:
             *([] if self.attack is None else [item("Attack", f"{self.attack}.")]),
             *(item("Mechanism", _describe(mechanism)) for mechanism in self.mechanisms),
             item("Covers", "; ".join(self.covers)),
+            item("Excludes", BEFORE),
             item("Public", "; ".join(self.public)),
             item("Randomness", self.randomness),
             item("Tuning", _tuning(self.tuning_runs)),

@@ -10,7 +10,7 @@ from typing import Any
 from dpbnn.privacy.attack import Attack
 from dpbnn.privacy.checks import round_up
 from dpbnn.privacy.relation import Relation
-from dpbnn.privacy.statement import PrivacyStatement, statement_of
+from dpbnn.privacy.statement import BEFORE, PrivacyStatement, statement_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +176,8 @@ def _meaning(statement: PrivacyStatement, chance: float, alone: float, approxima
 
 def _uncovered(statement: PrivacyStatement) -> tuple[str, ...]:
     lines = [
+        f"Preparation of the data: {BEFORE}. Such steps must rest on public knowledge, or be "
+        f"private themselves.",
         "Test records. The figures on this page are computed from them and from the private model; "
         "the guarantee is for the training data only.",
         "What is true of people in general. A model may reveal that a disease is common in some "
