@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from command_line import run
 
 import dpbnn
@@ -41,7 +42,7 @@ def test_everything_is_in_one_ledger_within_the_budget(fitted):
         "sgld", "recalibration", "conformal calibration",
     ]  # fmt: skip
     assert [m["n"] for m in statement.mechanisms] == [3600, 1200, 1200]
-    assert [m["releases"] for m in statement.mechanisms] == [fitted.plan_.steps, 6, 1]
+    assert [m["releases"] for m in statement.mechanisms] == [fitted.plan_.steps, 5, 1]
     assert 0.99 * 4 <= statement.epsilon <= 4
     assert statement.epsilon == pytest.approx(fitted.ledger_.epsilon(statement.delta))
     assert fitted.plan_.events == fitted.ledger_.events
@@ -65,6 +66,107 @@ def test_rows_are_shared_out_by_their_number_alone():
         again = given.parts(1000)
         np.testing.assert_array_equal(again.cover, parts.cover)
     assert len(HeldOut(0.1, 0.1).parts(10**6).cover) == 20_000
+
+
+@pytest.mark.parametrize("kind", ["classes", "numbers"])
+def test_by_default_training_rows_decide_the_temperature_within_the_budget(kind):
+    """The rows are those of the training, so its releases and these compose.
+
+    A statement for disjoint rows would print the larger of the two epsilons.
+    """
+    made, build, settings = {
+        "classes": (classes, PrivateBayesClassifier, CLASSES),
+        "numbers": (line, PrivateBayesRegressor, NUMBERS),
+    }[kind]
+    fitted = build(epsilon=1.0, **settings).fit(*made(1000))
+    statement, book = fitted.privacy_, fitted.ledger_
+    assert [m["label"] for m in statement.mechanisms] == ["sgld", "recalibration"]
+    assert [m["n"] for m in statement.mechanisms] == [1000, 1000]
+    assert [m["releases"] for m in statement.mechanisms] == [fitted.plan_.steps, 5]
+    assert fitted.plan_.events == book.events
+    exact, delta = dpbnn.ACCOUNTANTS["exact"], statement.delta
+    alone = [exact.epsilon([event], delta) for event in book.events]
+    assert 0.99 <= statement.epsilon <= 1
+    assert statement.epsilon == pytest.approx(exact.epsilon(book.events, delta), rel=1e-2)
+    assert statement.epsilon > 1.02 * max(alone)
+    without = build(epsilon=1.0, recalibrate=None, **settings).fit(*made(1000))
+    assert fitted.plan_.noise_multiplier > 1.01 * without.plan_.noise_multiplier
+    whole = sum(event.count / event.noise_multiplier**2 for event in book.events)
+    assert 0.01 < 5 / book.events[1].noise_multiplier ** 2 / whole < 0.102
+    assert sorted(fitted.calibration_) == ["temperature"]
+
+
+def masked(x, y, row):
+    """The neighbour under zero-out: on_bad_rows="zero" lets the row contribute nothing."""
+    x = x.clone()
+    x[row] = float("nan")
+    return x, y
+
+
+def released(data, kind=PrivateBayesClassifier, settings=None):
+    settings = {**CLASSES, **(settings or {}), "epochs": 4, "on_bad_rows": "zero"}
+    found = kind(epsilon=50.0, samples=10, **settings).fit(*(part.numpy() for part in data))
+    return found.temperature_, found.predict_proba(torch.zeros(1, 3).numpy())
+
+
+def test_replay_of_a_whole_fit_finds_a_row_in_the_training_and_in_the_temperature():
+    data = tuple(map(torch.from_numpy, classes(150)))
+    found = dpbnn.replay(released, data, masked(*data, 7)).check()
+    assert len(found.distances) == 4 + 5
+    assert min(found.distances) > 0
+
+
+def test_replay_finds_a_temperature_that_is_not_released(monkeypatch):
+    """A broken twin: the temperature is read off the training rows, beside the gate."""
+    from dpbnn.estimators import held_out
+
+    def peeked(posterior, data, **options):
+        found = dpbnn.recalibrate(posterior, data, **options)
+        found.temperature *= 1 + float(data[0].nan_to_num().abs().mean())
+        return found
+
+    monkeypatch.setattr(held_out, "recalibrate", peeked)
+    data = tuple(map(torch.from_numpy, classes(150)))
+    with pytest.raises(dpbnn.PrivacyBug, match="result"):
+        dpbnn.replay(released, data, masked(*data, 7)).check()
+
+
+def test_a_temperature_that_noise_would_decide_costs_nothing():
+    """300 rows at epsilon 0.1, and without privacy, where training rows would be too kind."""
+    for epsilon, count in ((0.1, 300), (None, 300)):
+        settings = {**CLASSES, "epochs": 2, "epsilon": epsilon}
+        found = PrivateBayesClassifier(**settings).fit(*classes(count))
+        assert (found.temperature_, found.calibration_) == (None, {})
+        assert found.ledger_.releases == found.plan_.steps
+        assert not found.plan_.beside
+
+
+def test_of_many_rows_ten_thousand_decide_and_their_numbers_pick_them():
+    held = HeldOut("training", None)
+    parts = held.parts(50_000)
+    assert (len(parts.train), len(parts.temper), len(parts.cover)) == (50_000, 10_000, 0)
+    assert len(np.unique(parts.temper)) == 10_000
+    np.testing.assert_array_equal(parts.temper, held.parts(50_000).temper)
+    both = HeldOut("training", 0.1).parts(1000)
+    np.testing.assert_array_equal(both.temper, both.train)
+    assert not set(both.cover) & set(both.train)
+    plan, _ = held.plans(parts, 1.0, 1e-5)
+    share = 5 / plan.noise_multiplier**2
+    whole = dpbnn.plan(epsilon=1.0, delta=1e-5, n=10, steps=1, sampling="full-batch")
+    assert share * whole.noise_multiplier**2 < 0.02
+
+
+def test_an_overconfident_private_model_is_tempered_and_keeps_its_accuracy():
+    """A point estimate at epsilon 3 with large steps: the log-loss falls by over a tenth of it."""
+    x, y = classes(6000)
+    settings = {**CLASSES, "method": "sgd", "epsilon": 3.0, "learning_rate": 0.2}
+    test = classes(4000, seed=1)
+    raw = PrivateBayesClassifier(**settings, recalibrate=None).fit(x, y)
+    mended = PrivateBayesClassifier(**settings).fit(x, y)
+    assert mended.temperature_ > 1.2
+    before, after = (e.evaluate(*test, resamples=0).metrics for e in (raw, mended))
+    assert after["nll"].value < before["nll"].value
+    assert after["ece"].value < before["ece"].value
 
 
 def covered(estimator, x, y):
@@ -114,9 +216,10 @@ def test_an_overconfident_model_is_tempered():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"recalibrate": 1.5}, "recalibrate=1.5: must be a share of epsilon between 0 and 1"),
+        ({"recalibrate": 1.5}, "recalibrate=1.5: must be 'training', None, or a share of epsilon"),
         ({"recalibrate": 0.9, "conformal": 0.1}, "between 0 and 0.8"),
         ({"recalibrate": 0.0}, "recalibrate=0.0"),
+        ({"recalibrate": "held out"}, "recalibrate=held out: must be 'training', None, or"),
         ({"conformal": 1.0}, "conformal=1.0: must be a share of misses"),
         ({"conformal": 0.01}, "conformal=0.01: 400 held-out rows are too few for a fifth of"),
         ({"recalibrate": 0.01}, "recalibrate=0.01: 400 held-out rows are too few"),
@@ -144,7 +247,9 @@ def test_a_budget_that_holds_the_training_alone_is_refused_before_it(tmp_path):
 
 
 def test_what_was_not_asked_for_is_not_there():
-    clf = PrivateBayesClassifier(epsilon=4.0, **{**CLASSES, "epochs": 2}).fit(*classes(200))
+    settings = {**CLASSES, "epochs": 2, "recalibrate": None}
+    clf = PrivateBayesClassifier(epsilon=4.0, **settings).fit(*classes(200))
+    assert [m["label"] for m in clf.privacy_.mechanisms] == ["sgld"]
     assert (clf.temperature_, clf.threshold_, clf.calibration_) == (None, None, {})
     with pytest.raises(ValueError, match=r"pass conformal=0\.1"):
         clf.predict_set(classes(5)[0])

@@ -13,28 +13,45 @@ from dpbnn.calibration import RecalibratedPosterior, temperature, tempered
 from dpbnn.predictive import ClassPredictive, RealPredictive
 
 
-def slope(predictive, y, t):
-    _, derivative, _ = temperature._derivative(predictive, y, torch.ones(len(y), dtype=torch.bool))
-    return derivative(0, len(y), t)[:, 0]
+def contributed(predictive, y, t, trained_on=False):
+    kept = torch.ones(len(y), dtype=torch.bool)
+    _, rows, _ = temperature._contributed(predictive, y, kept, trained_on)
+    return rows(0, len(y), t)[:, 0]
+
+
+def normal(*shape):
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.double)
 
 
 @pytest.mark.parametrize("t", [0.3, 1.0, 4.0])
-def test_what_a_record_contributes_is_the_derivative_of_its_log_loss(t):
-    generator = torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("trained_on", [False, True])
+def test_a_record_contributes_the_derivative_of_its_log_loss(t, trained_on):
+    """Of a training record it is the log-loss under draws weighted by 1/p(y): it left out."""
+    predictive, y = ClassPredictive.from_logits(3 * normal(6, 9, 4)), torch.arange(9) % 4
+    rows = torch.arange(9)
+    weights = 1 / predictive.probabilities[:, rows, y]
+    weights = weights / weights.sum(0) if trained_on else torch.full_like(weights, 1 / 6)
 
-    def normal(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.double)
+    def loss(log_t):
+        p = tempered(predictive, math.exp(log_t)).probabilities[:, rows, y]
+        return -(weights * p).sum(0).log()
 
-    cases = [
-        (ClassPredictive.from_logits(3 * normal(6, 9, 4)), torch.arange(9) % 4, 1),
-        (RealPredictive(normal(6, 9), normal(6, 9).square() + 0.1), normal(9), 1),
-        (RealPredictive(normal(6, 9, 2), normal(6, 9, 2).square() + 0.1), normal(9, 2), 2),
-    ]
-    for predictive, y, outputs in cases:
-        step = 1e-5
-        ends = [-tempered(predictive, t * math.exp(s)).log_prob(y) for s in (-step, step)]
-        expected = (ends[1] - ends[0]) / (2 * step) / outputs
-        assert slope(predictive, y, t) == pytest.approx(expected, abs=1e-6)
+    step = 1e-5
+    expected = (loss(math.log(t) + step) - loss(math.log(t) - step)) / (2 * step)
+    assert contributed(predictive, y, t, trained_on) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("t", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize("shape", [(6, 200), (6, 200, 2)])
+def test_a_real_record_contributes_whether_its_interval_holds_it(t, shape):
+    predictive = RealPredictive(normal(*shape), normal(*shape).square() + 0.1)
+    y = 2 * normal(*shape[1:])
+    low, high = tempered(predictive, t).interval(0.9)
+    held = ((low <= y) & (y <= high)).double()
+    held = held.mean(1) if held.dim() > 1 else held
+    assert 0.05 < held.mean() < 0.99
+    assert contributed(predictive, y, t) == pytest.approx(held - 0.9)
 
 
 def test_tempering_scales_logits_or_the_variance():
@@ -91,7 +108,7 @@ def test_blocks_do_not_matter(monkeypatch):
     plan = dpbnn.open_plan(n=300, steps=12, sampling="full-batch")
     whole = dpbnn.recalibrate(posterior, data, plan=plan).temperature
     monkeypatch.setattr("dpbnn.calibration.release._ROWS", 70)
-    assert dpbnn.recalibrate(posterior, data, plan=plan).temperature == whole
+    assert dpbnn.recalibrate(posterior, data, plan=plan).temperature == pytest.approx(whole)
 
 
 def test_the_ledger_is_charged_and_the_statement_covers_training_too():
@@ -105,7 +122,7 @@ def test_the_ledger_is_charged_and_the_statement_covers_training_too():
     assert alone.epsilon < found.privacy.epsilon < alone.epsilon + 0.5
     # A second one adds up, and training is not counted twice.
     again = dpbnn.recalibrate(found, data, 0.5, ledger=ledger)
-    assert [m["releases"] for m in again.privacy.mechanisms] == [50, 16]
+    assert [m["releases"] for m in again.privacy.mechanisms] == [50, 2 * temperature.STEPS]
     assert again.privacy.epsilon > found.privacy.epsilon
 
 
@@ -184,24 +201,74 @@ def test_nothing_is_spent_on_bad_data_or_beyond_the_budget():
     assert ledger.releases == 0
 
 
-def temperature_of(data, relation="zero-out"):
-    posterior, _ = classes(1)
+def temperature_of(data, relation="zero-out", make=classes, trained_on=False):
+    posterior, _ = make(1)
     ledger = dpbnn.Ledger(relation=relation)
-    return dpbnn.recalibrate(posterior, data, 1.0, 1e-5, ledger=ledger).temperature
+    options = {"ledger": ledger, "on_bad_rows": "zero", "trained_on": trained_on}
+    return dpbnn.recalibrate(posterior, data, 1.0, 1e-5, **options).temperature
 
 
-def test_neighbours_move_no_release_by_more_than_its_sensitivity():
+@pytest.mark.parametrize("trained_on", [False, True])
+def test_neighbours_move_no_release_by_more_than_its_sensitivity(trained_on):
     """A record that is very wrong and very sure, zeroed out, then replaced by one that is right."""
     posterior, (x, y) = classes(60)
     x[7] *= 10
     y[7] = posterior.predict(x[7:8]).mean.argmin()
-    found = dpbnn.replay(temperature_of, (x, y), 7)
+    found = dpbnn.replay(lambda d: temperature_of(d, trained_on=trained_on), (x, y), 7)
     assert len(found.distances) == temperature.STEPS
     assert found.check().worst == pytest.approx(1, rel=1e-3)
     other = y.clone()
     other[7] = posterior.predict(x[7:8]).mode[0]
     found = dpbnn.replay(lambda d: temperature_of(d, "replace-one"), (x, y), (x, other))
     assert 0.4 < found.check().worst <= 1 + 1e-5
+
+
+def test_a_real_record_moves_each_count_by_no_more_than_its_sensitivity():
+    """One far outside every interval moves each of the five counts by all of it, 0.9."""
+    _, (x, y) = reals(60)
+    y[7] = 1e6
+    found = dpbnn.replay(lambda d: temperature_of(d, make=reals), (x, y), 7).check()
+    assert found.distances == pytest.approx([0.9] * temperature.STEPS, rel=1e-3)
+    assert found.worst == pytest.approx(1, rel=2e-3)
+    _, (x, y) = reals(60)
+    inside = y.clone()
+    inside[7] = reals(1)[0].predict(x[7:8]).mean[0]
+    y[7] = 1e6
+    found = dpbnn.replay(lambda d: temperature_of(d, "replace-one", reals), (x, y), (x, inside))
+    assert found.check().distances == pytest.approx([1.0] * temperature.STEPS, rel=1e-3)
+
+
+def test_replay_sees_weights_that_look_at_other_records(monkeypatch):
+    """A broken twin: draws are weighted by what all records say, not by the record's own label."""
+    honest = temperature._slope
+
+    def shared(y, t, logs, left_out):
+        return honest(y, t, logs, left_out) - honest(y, t, logs, left_out).mean()
+
+    posterior, (x, y) = classes(60)
+    bad = x.clone()
+    bad[7] = math.nan
+    y[7] = posterior.predict(10 * x[7:8]).mean.argmin()
+    x[7] *= 10_000
+    run = lambda d: temperature_of(d, trained_on=True)  # noqa: E731
+    assert dpbnn.replay(run, (x, y), (bad, y)).check().worst == pytest.approx(1, rel=1e-3)
+    monkeypatch.setattr(temperature, "_slope", shared)
+    with pytest.raises(dpbnn.PrivacyBug, match="times its sensitivity"):
+        dpbnn.replay(run, (x, y), (bad, y)).check()
+
+
+@pytest.mark.parametrize(("make", "truth"), [(classes, 2.5), (reals, 4.0)])
+def test_noise_that_hides_the_temperature_leaves_it_near_1(make, truth):
+    """200 records at epsilon 0.01: an error of log T above 4. Sure to 1e-6 for each bound.
+
+    The same noise moves a plain bisection to anywhere within its range.
+    """
+    posterior, data = make(200)
+    source = dpbnn.NoiseSource.seeded(3)
+    found = [dpbnn.recalibrate(posterior, data, 0.01, 1e-5, noise=source) for _ in range(20)]
+    logs = torch.tensor([math.log(f.temperature) for f in found])
+    assert logs.abs().max() < 1.2
+    assert logs.std() < 0.5
 
 
 def test_replay_sees_a_temperature_that_skips_the_gate(monkeypatch):

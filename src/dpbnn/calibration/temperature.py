@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dpbnn.calibration.release import Budget, Records, release, row_blocks
+from dpbnn.calibration.root import Crossing
 from dpbnn.predictive import ClassPredictive, Predictive, RealPredictive
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
@@ -20,9 +21,10 @@ from dpbnn.privacy.statement import PrivacyStatement
 
 __all__ = ["RecalibratedPosterior", "recalibrate", "tempered"]
 
-CLIP = 3.0
-STEPS = 8
-_SPAN = {"classification": math.log(10), "regression": math.log(100)}
+STEPS = 5
+CLIP = {"classification": 3.0, "regression": 0.9 * (1 + 1e-3)}  # no count is to be clipped
+_RISE = {"classification": 0.2, "regression": 0.15}  # usual derivative of a mean by log T
+_LEVEL = 0.9  # of the intervals whose coverage decides the scale of real targets
 _LOWEST = -1e4  # log-probability that stands for that of probability 0
 
 
@@ -76,23 +78,30 @@ def recalibrate(
     seed: int = 0,
     noise: NoiseSource | None = None,
     on_bad_rows: str = "error",
+    trained_on: bool = False,
 ) -> RecalibratedPosterior:
-    """Choose the temperature of a posterior's predictions on held-out data, privately.
+    """Choose the temperature of a posterior's predictions, privately.
 
-    Classes: p_T proportional to p^(1/T) for every posterior draw, T from 0.1 to 10. Real targets:
-    the predictive distribution stretched about its mean by sqrt(T), T from 0.01 to 100. The
-    temperature is where the derivative of the log-loss crosses zero, found by bisection in log T:
-    every record contributes d(-log p_T(y_i))/d log T, clipped to [-3, 3], to 8 noised sums, and the
-    sign of each sum says where to go on.
+    Classes: p_T proportional to p^(1/T) for every posterior draw, T from 0.1 to 10, where the
+    derivative of the log-loss crosses zero: a record contributes d(-log p_T(y_i))/d log T, clipped
+    to [-3, 3]. Real targets: the predictive distribution stretched about its mean by sqrt(T), T
+    from 0.01 to 100, so that 90 % intervals hold 90 % of the records: a record contributes 0.1 if
+    its interval holds it and -0.9 if not, so heavy tails do not matter.
 
-    **Guarantee.** A record contributes one number of absolute value at most 3 to each release, so
-    that zero-out moves the sum by at most 3 (replace-one by at most 6); what follows is
-    post-processing of the releases. All releases are in the ledger before the first is made.
-    Bad data is refused before anything is spent.
+    Five noised sums are released, each at the posterior mean of log T given those before; the
+    posterior knows the noise (see `Crossing`), and where the noise is large the temperature stays
+    near 1.
+
+    **Guarantee.** A record contributes one number of absolute value at most 3, or 0.9, to each
+    release, so that zero-out moves the sum by at most that (replace-one by twice that); what
+    follows is post-processing of the releases. All releases are in the ledger before the first is
+    made. Nothing is assumed of the records: they may be those of the training, whose releases and
+    these then compose. Bad data is refused before anything is spent.
 
     Args:
         posterior: what is recalibrated.
-        data: (inputs, targets) that were held out; see `calibration_split`.
+        data: (inputs, targets): held-out records (see `calibration_split`), or those of the
+            training.
         epsilon: budget of the recalibration alone.
         delta: its delta; by default the ledger's, or the posterior's.
         plan: instead of epsilon, a plan with sampling="full-batch" (as many releases as it has
@@ -104,19 +113,33 @@ def recalibrate(
         noise: the source of noise; a new one from operating-system entropy by default.
         on_bad_rows: "error" refuses records that cannot be used and says how many; "show" names
             them too; "zero" lets them contribute nothing.
+        trained_on: whether the posterior was trained on these records. A record's label then counts
+            with draws weighted by 1/p(y_i), as if the record had been left out of the training
+            (classes only; a point estimate has one draw, whose weight is 1).
     """
     records = Records.of(data, on_bad_rows)
     budget = Budget.of(posterior.privacy, records.count, epsilon, delta, plan, ledger, STEPS)
     predictive, records = records.predicted(lambda x: posterior.predict(x, samples, seed=seed))
-    task, derivative, work = _derivative(predictive, *records.targets(predictive))
-    gate = budget.gate(CLIP, "recalibration", noise)
-    low, high = -_SPAN[task], _SPAN[task]
+    task, rows, work = _contributed(predictive, *records.targets(predictive), trained_on)
+    n, sigma = budget.plan.n, budget.plan.noise_multiplier
+    gate = budget.gate(CLIP[task], "recalibration", noise)
+    crossing = Crossing(task, sigma * CLIP[task] / n)
     for _ in range(budget.plan.steps):
-        middle = (low + high) / 2
-        rows = functools.partial(derivative, temperature=math.exp(middle))
-        slope = release(gate, row_blocks(len(records.x), 1, rows, work))
-        low, high = (low, middle) if slope.item() > 0 else (middle, high)
-    return RecalibratedPosterior(posterior, math.exp((low + high) / 2), budget.statement(gate))
+        place = crossing.mean
+        at = functools.partial(rows, temperature=math.exp(place))
+        total = release(gate, row_blocks(len(records.x), 1, at, work))
+        crossing.update(place, total.item() / n)
+    return RecalibratedPosterior(posterior, math.exp(crossing.mean), budget.statement(gate))
+
+
+def error(task: str, plan: Plan) -> float:
+    """Return about the standard error of log T that the noise of a plan causes.
+
+    Args:
+        task: "classification" or "regression".
+        plan: of the releases.
+    """
+    return CLIP[task] * plan.noise_multiplier / (_RISE[task] * plan.n * math.sqrt(plan.steps))
 
 
 def tempered(predictive: Predictive, temperature: float) -> Predictive:
@@ -142,47 +165,50 @@ def tempered(predictive: Predictive, temperature: float) -> Predictive:
     raise TypeError(f"{type(predictive).__name__} has no temperature; give classes or real targets")
 
 
-def _derivative(
-    predictive: Predictive, y: Tensor, kept: Tensor
+def _contributed(
+    predictive: Predictive, y: Tensor, kept: Tensor, trained_on: bool
 ) -> tuple[str, Callable[..., Tensor], int]:
-    """Return the task, d(-log p_T(y_i))/d log T of records first to last - 1, and its size.
+    """Return the task, what records first to last - 1 contribute at a temperature, and its size.
 
     It is zero for records that are not kept.
     """
-    slope: Callable[..., Tensor]
+    count: Callable[..., Tensor]
     if isinstance(predictive, ClassPredictive):
         parts = [predictive.log_probabilities.clamp(min=_LOWEST)]
-        task, slope, target = "classification", _class_slope, y.to(parts[0].device, torch.long)
+        target = y.to(parts[0].device, torch.long)
+        task, count = "classification", functools.partial(_slope, left_out=trained_on)
     else:
         assert isinstance(predictive, RealPredictive)
         parts = [predictive.means, predictive.variances]
-        task, slope = "regression", _real_slope
+        task, count = "regression", _inside
         target = y.to(predictive.means).reshape(predictive.mean.shape).double()
 
     def rows(first: int, last: int, temperature: float) -> Tensor:
         draws = (part[:, first:last].double() for part in parts)
-        found = slope(target[first:last], temperature, *draws)
+        found = count(target[first:last], temperature, *draws)
         return found.where(kept[first:last].to(found.device), 0.0)[:, None]
 
     return task, rows, parts[0][:, 0].numel()
 
 
-def _class_slope(y: Tensor, temperature: float, logs: Tensor) -> Tensor:
-    """Return sum_s r_s (l_sy - sum_k p_sk l_sk)/T, with r_s the shares of the draws in p_T(y)."""
+def _slope(y: Tensor, temperature: float, logs: Tensor, left_out: bool) -> Tensor:
+    """Return sum_s r_s (l_sy - sum_k p_sk l_sk)/T, with r_s the shares of the draws in p_T(y).
+
+    With `left_out` the shares are those in sum_s p_T,s(y)/p_s(y): draws weighted as if the record
+    had not been in the likelihood that they come from.
+    """
     scaled = (logs / temperature).log_softmax(-1)
     index = y.view(1, -1, 1).expand(len(logs), -1, 1)
-    found = logs.gather(-1, index).squeeze(-1) - (scaled.exp() * logs).sum(-1)
-    shares = scaled.gather(-1, index).squeeze(-1).softmax(0)
-    return (shares * found).sum(0) / temperature
+    own = logs.gather(-1, index).squeeze(-1)
+    shares = scaled.gather(-1, index).squeeze(-1)
+    shares = (shares - own if left_out else shares).softmax(0)
+    return (shares * (own - (scaled.exp() * logs).sum(-1))).sum(0) / temperature
 
 
-def _real_slope(y: Tensor, temperature: float, means: Tensor, variances: Tensor) -> Tensor:
-    """Return (1 + (u - m)(log p)'(u))/2 with u = m + (y - m)/sqrt(T), averaged over outputs."""
+def _inside(y: Tensor, temperature: float, means: Tensor, variances: Tensor) -> Tensor:
+    """Return 0.1 for a record in its interval of 90 %, -0.9 beyond it, averaged over outputs."""
     mean = means.mean(0)
     u = mean + (y - mean) / math.sqrt(temperature)
-    joint = -0.5 * ((means - u).square() / variances + variances.log())
-    shares = joint.flatten(2).sum(2).softmax(0) if joint.dim() > 2 else joint.softmax(0)
-    shares = shares.view(*shares.shape, *[1] * (joint.dim() - 2))
-    score = (shares * (means - u) / variances).sum(0)
-    slope = (1 + (u - mean) * score) / 2
-    return slope.flatten(1).mean(1) if slope.dim() > 1 else slope
+    below = (torch.erfc((means - u) / (2 * variances).sqrt()) / 2).mean(0)
+    found = ((below - 0.5).abs() <= _LEVEL / 2).double() - _LEVEL
+    return found.flatten(1).mean(1) if found.dim() > 1 else found

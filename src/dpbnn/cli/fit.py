@@ -67,9 +67,9 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
               help="sgld, sghmc, sgd, bbp, vi, mcdropout or sep.")  # fmt: skip
 @click.option("--epsilon", type=float, help="The budget of this run.")
 @click.option("--non-private", is_flag=True, help="Train WITHOUT privacy.")
-@click.option("--recalibrate", type=float, metavar="SHARE", help="Spend this share of epsilon, "
-              "such as 0.1, on a temperature of the predictions; holds out a fifth of the "
-              "rows.")  # fmt: skip
+@click.option("--recalibrate", metavar="HOW", help="Where a temperature of the predictions comes "
+              "from: training, for a small part of the budget [default]; a share of epsilon, such "
+              "as 0.1, which also holds out a fifth of the rows; or none.")  # fmt: skip
 @click.option("--conformal", type=float, metavar="ALPHA", help="Sets or intervals that miss the "
               "truth with probability ALPHA + 0.01 at most; costs a fifth of epsilon and holds out "
               "a fifth of the rows.")  # fmt: skip
@@ -117,7 +117,7 @@ def fit_command(
         }
         workspace.save(estimator, schema, settings, (x, y))
     for name, value in estimator.calibration_.items():
-        speaker.say(f"Held-out rows, {name}: {value:.4g}")
+        speaker.say(f"Calibration, {name}: {value:.4g}")
     speaker.say(f"Wrote {out}.")
     speaker.say(estimator.privacy_)
     values = {"rows": len(x), "calibration": plain_calibration(estimator)}
@@ -166,7 +166,7 @@ def fitted(
                 "tuning_runs", "on_bad_rows",
             )
         },
-        "recalibrate": options.get("recalibrate"),
+        "recalibrate": _recalibrate(options.get("recalibrate")),
         "conformal": options.get("conformal"),
     }  # fmt: skip
     if schema.classes is not None:
@@ -183,6 +183,17 @@ def settings_of(options: dict[str, Any]) -> dict[str, Any]:
         for name, value in options.items()
         if value is not None and name not in (*_ABOUT, *_READING)
     }
+
+
+def _recalibrate(text: str | None) -> float | str | None:
+    if text in (None, "training", "none"):
+        return None if text == "none" else "training"
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(
+            f"--recalibrate {text}: must be training, none, or a share of epsilon such as 0.1"
+        ) from None
 
 
 def _widths(text: str) -> tuple[int, ...]:

@@ -38,8 +38,10 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         clip: largest norm of one row's gradient; by default solved for ("sgld", "sghmc") or 1.
         learning_rate: of the method; see `dpbnn.estimators.recipes` for the defaults.
         samples: posterior samples in a prediction.
-        recalibrate: share of epsilon, such as 0.1, for a temperature of the predictions, found on a
-            fifth of the rows, which are held out of the training.
+        recalibrate: how a temperature of the predictions is found. "training": on rows of the
+            training, for at most a tenth of the budget (of mu^2), and not at all without privacy or
+            where noise would decide it. A share of epsilon, such as 0.1: on a fifth of the rows,
+            which are held out of the training. None: there is none.
         conformal: share of misses, such as 0.1, allowed to prediction sets; they cost a fifth of
             epsilon and use a fifth of the rows, held out of the training.
         ledger: path of a ledger file, or a `Ledger`, that all fits share; a clone keeps it. A file
@@ -61,7 +63,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         plan_: the plan of the training.
         bounds_: (low, high) of every column.
         diagnostics_: how well the chain has mixed, at public inputs.
-        temperature_: of the predictions; None without `recalibrate`.
+        temperature_: of the predictions; None if there is none.
         threshold_: of the sets; None without `conformal`.
     """
 
@@ -82,7 +84,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         clip: float | None = None,
         learning_rate: float | None = None,
         samples: int = 100,
-        recalibrate: float | None = None,
+        recalibrate: float | str | None = "training",
         conformal: float | None = None,
         ledger: Any = None,
         tuning_runs: int | None = None,

@@ -162,7 +162,7 @@ class PrivateBayes(BaseEstimator):
 
     @property
     def calibration_(self) -> dict[str, float]:
-        """What was found on held-out rows; empty without `recalibrate` and `conformal`."""
+        """The temperature and the threshold with its promise, where there are any."""
         check_is_fitted(self)
         found = {}
         if self.temperature_ is not None:
@@ -238,7 +238,7 @@ class PrivateBayes(BaseEstimator):
         super().__setstate__(state)
 
     def _held_out(self) -> HeldOut:
-        return HeldOut(self.recalibrate, self.conformal, self.on_bad_rows)
+        return HeldOut(self.recalibrate, self.conformal, self._regression, self.on_bad_rows)
 
     @staticmethod
     def _in_double(posterior: Posterior) -> Posterior:

@@ -1,15 +1,16 @@
-"""Held-out rows: a temperature and a conformal threshold, paid for out of a fit's own budget."""
+"""A temperature and a conformal threshold, paid for out of a fit's own budget."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
 
 from dpbnn.calibration import calibration_split, conformalize, recalibrate
 from dpbnn.calibration.conformal import attainable
-from dpbnn.calibration.temperature import CLIP
+from dpbnn.calibration.temperature import STEPS, error
 from dpbnn.estimators import recipes
 from dpbnn.posteriors import Posterior
 from dpbnn.privacy.ledger import Ledger
@@ -18,21 +19,23 @@ from dpbnn.privacy.statement import PrivacyStatement
 
 __all__ = ["BETA", "COVER_SHARE", "HeldOut", "Parts"]
 
-TEMPER_ROWS = (0.2, 10_000)  # share of all rows for the temperature, and the most of them
+TRAINING = "training"
+TEMPER_ROWS = (0.2, 10_000)  # share of all rows held out for the temperature, and most rows for it
+TEMPER_SHARE = 0.1  # most of the budget's mu^2 for a temperature from training rows
+TEMPER_ERROR = (0.05, 2.0)  # of log T by the noise: as small as it need be, and where none is tried
+TEMPER_DRAWS = 25  # most posterior draws of the predictions for it
 COVER_ROWS = (0.2, 20_000)  # likewise for the threshold
 COVER_SHARE = 0.2  # of epsilon, for the threshold
-TEMPER_STEPS = 6  # of the bisection, whose last one moves the temperature by 7 %
-TEMPER_NOISE = 1 / 20  # most noise of a slope per row, with which the temperature is off by 20 %
 BETA = 0.01  # probability that the noise spoils the threshold
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Positions of rows; each row is in one part, which its number alone decides.
+    """Positions of rows, which their numbers alone decide.
 
     Attributes:
         train: rows for the training.
-        temper: rows for the temperature.
+        temper: rows for the temperature: of the training, or of neither other part.
         cover: rows for the threshold.
     """
 
@@ -43,24 +46,29 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
-    """What held-out rows are asked for.
+    """What calibration is asked for.
 
     Attributes:
-        share: of epsilon, for the temperature; None leaves predictions as they are.
-        alpha: share of misses of sets and intervals; None leaves them out.
+        share: of epsilon, for the temperature, from rows that are held out; "training" finds it on
+            rows of the training, for a share of its own; None leaves predictions as they are.
+        alpha: share of misses of sets and intervals, from rows that are held out; None leaves them
+            out.
+        regression: whether the target is a number.
         on_bad_rows: as in `dpbnn.fit`.
     """
 
-    share: float | None
+    share: float | str | None
     alpha: float | None
+    regression: bool = False
     on_bad_rows: str = "error"
 
     def __post_init__(self) -> None:
         most = 1 - (COVER_SHARE if self.alpha is not None else 0.0)
-        if self.share is not None and not 0 < self.share < most:
+        held = self.share is not None and not self.on_training
+        if held and not (isinstance(self.share, float | int) and 0 < self.share < most):
             raise ValueError(
-                f"recalibrate={self.share}: must be a share of epsilon between 0 and {most:g}, "
-                f"such as recalibrate=0.1"
+                f"recalibrate={self.share}: must be 'training', None, or a share of epsilon "
+                f"between 0 and {most:g}, such as recalibrate=0.1"
             )
         if self.alpha is not None and not 0 < self.alpha < 1:
             raise ValueError(
@@ -71,34 +79,55 @@ class HeldOut:
     def __bool__(self) -> bool:
         return self.share is not None or self.alpha is not None
 
+    @property
+    def on_training(self) -> bool:
+        """Whether the temperature comes from rows of the training."""
+        return isinstance(self.share, str) and self.share == TRAINING
+
     def parts(self, n: int) -> Parts:
         """Return the parts of n rows: a function of n and of public settings alone."""
         none = np.empty(0, dtype=np.int64)
-        if not self:
-            return Parts(np.arange(n), none, none)
+        temper = cover = 0.0
+        if self.share is not None and not self.on_training:
+            temper = min(TEMPER_ROWS[0], TEMPER_ROWS[1] / n)
+        if self.alpha is not None:
+            cover = min(COVER_ROWS[0], COVER_ROWS[1] / n)
+        if not (temper or cover):
+            return Parts(np.arange(n), self._seen(np.arange(n)), none)
         if n < 8:
             raise ValueError(
                 f"{n} rows are too few to hold some out; leave recalibrate and conformal out"
             )
-        temper = min(TEMPER_ROWS[0], TEMPER_ROWS[1] / n) if self.share is not None else 0.0
-        cover = min(COVER_ROWS[0], COVER_ROWS[1] / n) if self.alpha is not None else 0.0
         train, held = (part.numpy() for part in calibration_split(n, temper + cover))
-        if not (temper and cover):
-            return Parts(train, held, none) if temper else Parts(train, none, held)
+        if not temper:
+            return Parts(train, self._seen(train), held)
+        if not cover:
+            return Parts(train, held, none)
         others, first = calibration_split(len(held), temper / (temper + cover), seed=1)
         return Parts(train, held[first.numpy()], held[others.numpy()])
+
+    def _seen(self, train: np.ndarray) -> np.ndarray:
+        """Return the rows of the training that the temperature is found on."""
+        if not self.on_training:
+            return train[:0]
+        if len(train) <= TEMPER_ROWS[1]:
+            return train
+        return train[calibration_split(len(train), TEMPER_ROWS[1] / len(train))[1].numpy()]
 
     def plans(
         self, parts: Parts, epsilon: float | None, delta: float
     ) -> tuple[Plan | None, Plan | None]:
         """Return the plans of temperature and threshold, where they are asked for.
 
-        What noise alone would decide is refused; the numbers behind that are public.
+        What noise alone would decide is refused, and a temperature from training rows left out; the
+        numbers behind that are public.
         """
         temper = cover = None
-        if self.share is not None:
-            temper = _plan(len(parts.temper), TEMPER_STEPS, epsilon, self.share, delta)
-            if CLIP * temper.noise_multiplier > TEMPER_NOISE * temper.n:
+        if self.on_training:
+            temper = self._plan_on_training(len(parts.temper), epsilon, delta)
+        elif self.share is not None:
+            temper = _plan(len(parts.temper), STEPS, epsilon, float(self.share), delta)
+            if error(self._task, temper) > 1:
                 raise ValueError(
                     f"recalibrate={self.share:g}: {temper.n} held-out rows are too few for that "
                     f"share of epsilon={epsilon:g}: the noise would decide the temperature; raise "
@@ -114,6 +143,29 @@ class HeldOut:
                     f"conformal out"
                 )
         return temper, cover
+
+    @property
+    def _task(self) -> str:
+        return "regression" if self.regression else "classification"
+
+    def _plan_on_training(self, n: int, epsilon: float | None, delta: float) -> Plan | None:
+        """Return a plan with as little of the budget as will do; None where too much would not.
+
+        Without privacy there is none: such a model fits its training rows better than others.
+        """
+        if epsilon is None:
+            return None
+        one = recipes.solved_plan(
+            epsilon=epsilon, delta=delta, n=n, steps=1, sampling="full-batch"
+        )  # whose mu = 1/sigma is that of the budget
+        enough, too_much = TEMPER_ERROR
+        more = max(1 / math.sqrt(TEMPER_SHARE), enough / error(self._task, one))
+        sigma = one.noise_multiplier * more
+        found = recipes.solved_plan(
+            noise_multiplier=sigma * math.sqrt(STEPS), delta=delta, n=n, steps=STEPS,
+            sampling="full-batch",
+        )  # fmt: skip
+        return found if error(self._task, found) <= too_much else None
 
     def found(
         self,
@@ -147,7 +199,9 @@ class HeldOut:
             "on_bad_rows": self.on_bad_rows,
         }
         if plans[0] is not None:
-            used = recalibrate(used, temper, plan=plans[0], **common)
+            seen = {"trained_on": True, "samples": min(samples, TEMPER_DRAWS)}
+            more = common | (seen if self.on_training else {})
+            used = recalibrate(used, temper, plan=plans[0], **more)
             temperature = used.temperature
         if plans[1] is not None:
             assert self.alpha is not None

@@ -54,7 +54,7 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         clip: float | None = None,
         learning_rate: float | None = None,
         samples: int = 100,
-        recalibrate: float | None = None,
+        recalibrate: float | str | None = "training",
         conformal: float | None = None,
         ledger: Any = None,
         tuning_runs: int | None = None,
