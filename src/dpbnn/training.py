@@ -135,6 +135,7 @@ def fit(
         problem = Problem(
             network, watch.likelihood, prior, settled.n, settled.batch_size, settled.steps,
             settled.private, microbatch_size, None if out is None else Path(out), watch.network,
+            tuple(sigma for sigma, count in settled.noise_multipliers for _ in range(count)),
         )  # fmt: skip
         training_mode(network)
         process = method.start(problem)

@@ -112,6 +112,7 @@ METHODS: dict[str, Recipe] = {
     "bbp": Recipe(methods.BBP, 0.02, 0.02, _ADAM),
     "vi": Recipe(methods.VI, 0.02, 0.02, _ADAM),
     "mcdropout": Recipe(methods.MCDropout, 0.02, 0.02, _ADAM, dropout=0.1),
+    "moments": Recipe(methods.Moments, None, None, {"target_bound": 1.0}),
     "sep": Recipe(methods.SEP, None, None, classifies=False),
 }
 

@@ -1,5 +1,6 @@
 """What training leaves behind: distributions over weights that predict, and are saved."""
 
+from dpbnn.posteriors.drawn import DrawnPosterior
 from dpbnn.posteriors.dropout import DropoutPosterior
 from dpbnn.posteriors.folder import load
 from dpbnn.posteriors.iterate_file import IterateStore, IterateWriter
@@ -12,6 +13,7 @@ from dpbnn.posteriors.point import PointPosterior
 from dpbnn.posteriors.posterior import Posterior, predictive_from
 
 __all__ = [
+    "DrawnPosterior",
     "DropoutPosterior",
     "IteratePosterior",
     "IterateStore",

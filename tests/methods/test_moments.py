@@ -1,0 +1,245 @@
+"""Moments: contributions within the clip, exact posteriors without noise, honest ones with it."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import dpbnn
+from dpbnn.audit import PrivacyBug
+from dpbnn.contributions import UnsupportedModel
+from dpbnn.likelihoods import Gaussian
+from dpbnn.methods import moments
+from dpbnn.methods.method import Problem
+
+N = 400
+
+
+def table(columns=3, n=N, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, columns, generator=generator)
+    theta = torch.randn(columns, generator=generator)
+    y = x @ theta + 0.3 + 0.5 * torch.randn(n, generator=generator)
+    return x, y
+
+
+def private(n=N, **options):
+    options = {"epsilon": 1.0, "steps": 3, **options}
+    return dpbnn.plan(delta=1e-5, n=n, sampling="full-batch", **options)
+
+
+def unlimited(n=N, steps=1):
+    return dpbnn.open_plan(n=n, sampling="full-batch", steps=steps)
+
+
+def process(likelihood="gaussian", outputs=1, **settings):
+    likely = dpbnn.likelihoods.likelihood(likelihood)
+    problem = Problem(nn.Linear(3, outputs), likely, dpbnn.Gaussian(1.0), N, N, 3, True)
+    return dpbnn.Moments(**settings).start(problem)
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3, 1e15])
+def test_no_contribution_is_longer_than_the_clip(likelihood, size):
+    made = process(likelihood, 2 if likelihood == "categorical" else 1)
+    x, y = table()
+    y = (y > 0).long() if likelihood == "categorical" else 1e3 * y
+    values = made.statistics(made.features(size * x), y, torch.randn(4).double(), 0.7)
+    lengths = torch.cat(list(values.values()), 1).square().sum(1).sqrt()
+    assert lengths.max() <= 1 + 1e-12
+    if size == 1.0:
+        assert lengths.max() > 0.5
+
+
+LEARNED = {"model": lambda: nn.Linear(3, 1), "likelihood": Gaussian(None)}
+KNOWN = {"model": lambda: nn.Linear(3, 1, bias=False), "likelihood": Gaussian(0.5)}
+CLASSES = {"model": lambda: nn.Linear(3, 2)}
+CASES = {"learned noise": LEARNED, "known noise": KNOWN, "classes": CLASSES}
+
+
+def data(name, **options):
+    x, y = table(**options)
+    return (x, (y > 0).long()) if name == "classes" else (x, y)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_replay_passes(name):
+    x, y = data(name, n=60)
+    x[7] = torch.tensor([30.0, -20.0, 3.0])
+    plan = private(60, epsilon=None, noise_multiplier=2.0)
+    result = dpbnn.replay(dpbnn.Moments(draws=8), (x, y), 7, plan=plan, **CASES[name]).check()
+    assert len(result.distances) == 3
+    assert 0.5 < result.worst <= 1 + 1e-5
+
+
+def test_off_diagonals_that_count_once_would_be_found_out(monkeypatch):
+    """Without sqrt(2) the released vector is shorter than the matrix: the noise model is wrong."""
+    made = process()
+    u = made.features(table()[0])
+    whole = (u.unsqueeze(-1) * u.unsqueeze(-2)).square().sum((1, 2)).sqrt()
+    plain = {"second": 1.0, "score": 0.0, "square": 0.0}
+    made.scales = lambda bound: {n: plain[n] for n in made._shapes()}
+    made.settings = dpbnn.Moments(clip=1e9)
+
+    def length():
+        found = made.statistics(u, torch.zeros(N), torch.zeros(4).double(), 1.0)["second"]
+        return found.square().sum(1).sqrt()
+
+    torch.testing.assert_close(length(), whole)
+    rows, columns = torch.triu_indices(4, 4)
+    monkeypatch.setattr(moments, "packed", lambda matrix: matrix[..., rows, columns])
+    assert (length() < 0.95 * whole).any()
+
+
+class Unbounded(moments.MomentsProcess):
+    """A broken twin: targets are not cut off, and norms are taken before they are multiplied."""
+
+    def contribute(self, state, x, y):
+        found = super().contribute(state, x, y)
+        part = found.part
+
+        def longer(first, last):
+            chunk = part(first, last)
+            chunk._flat["score"] = chunk._flat["score"] * (1 + y[first:last, None].abs())
+            return chunk
+
+        found.part = longer
+        return found
+
+
+class UnboundedMoments(dpbnn.Moments):
+    def start(self, problem):
+        return Unbounded(self, problem)
+
+
+def test_a_target_outside_the_clip_is_found_out():
+    x, y = table(n=60)
+    y[7] = 50.0
+    plan = private(60, epsilon=None, noise_multiplier=2.0)
+    with pytest.raises(PrivacyBug, match="times its sensitivity"):
+        dpbnn.replay(UnboundedMoments(draws=8), (x, y), 7, plan=plan, **LEARNED).check()
+
+
+class Mixing(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+def test_features_are_those_of_one_record_alone():
+    """A layer that mixes records sees one at a time, so none is in another's contribution."""
+    x, y = table(n=60)
+    x[7] = 100.0
+    model = nn.Sequential(Mixing(), nn.Linear(3, 1))
+    plan = private(60, epsilon=None, noise_multiplier=2.0)
+    options = {"model": lambda: model, "likelihood": Gaussian(0.5), "plan": plan}
+    assert dpbnn.replay(dpbnn.Moments(draws=8), (x, y), 7, **options).check().passed
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_without_privacy_the_posterior_is_the_conjugate_one(bias):
+    x, y = table()
+    method = dpbnn.Moments(draws=20_000)
+    posterior = dpbnn.fit(
+        nn.Linear(3, 1, bias), (x, y), Gaussian(0.5), dpbnn.Gaussian(2.0), method, unlimited()
+    )
+    u = torch.cat([torch.ones(N, 1), x], 1).double() if bias else x.double()
+    covariance = torch.linalg.inv(u.T @ u / 0.25 + torch.eye(u.shape[1]) / 4)
+    mean = covariance @ u.T @ y.double() / 0.25
+    drawn = posterior.draws["weight"][:, 0]
+    if bias:
+        drawn = torch.cat([posterior.draws["bias"], drawn], 1)
+    sd = covariance.diagonal().sqrt()
+    assert ((drawn.double().mean(0) - mean) / sd).abs().max() < 0.05
+    assert (drawn.double().std(0) / sd - 1).abs().max() < 0.03
+    assert (drawn.double().T.cov() / covariance - 1).diagonal().abs().max() < 0.06
+
+
+def test_without_privacy_the_noise_is_learned():
+    x, y = table(n=4000)
+    posterior = dpbnn.fit(
+        nn.Linear(3, 1), (x, y), Gaussian(None), None, dpbnn.Moments(), unlimited(4000)
+    )
+    u = torch.cat([torch.ones(4000, 1), x], 1)
+    left = (y - u @ torch.linalg.lstsq(u, y).solution).std()
+    found = (0.5 * posterior.draws["1.log_variance"]).exp()
+    assert abs(found.mean() / left - 1) < 0.005
+    assert 0.7 < found.std() / (left / math.sqrt(8000)) < 1.3
+
+
+def test_without_privacy_logistic_regression_is_laplaces():
+    x, y = data("classes", n=2000)
+    plan, method = unlimited(2000, 12), dpbnn.Moments(draws=20_000)
+    posterior = dpbnn.fit(nn.Linear(3, 2), (x, y), "categorical", None, method, plan)
+    u = torch.cat([torch.ones(2000, 1), x], 1).double()
+    theta = torch.zeros(4, dtype=torch.float64)
+    for _ in range(30):
+        p = torch.sigmoid(u @ theta)
+        precision = u.T @ ((p * (1 - p)).unsqueeze(1) * u) + torch.eye(4) / 2
+        theta = theta + torch.linalg.solve(precision, u.T @ (y - p) - theta / 2)
+    sd = torch.linalg.inv(precision).diagonal().sqrt()[1:]
+    drawn = (posterior.draws["weight"][:, 1] - posterior.draws["weight"][:, 0]).double()
+    assert ((drawn.mean(0) - theta[1:]) / sd).abs().max() < 0.05
+    assert (drawn.std(0) / sd - 1).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_with_privacy_it_is_saved_and_predicts(name, tmp_path):
+    x, y = data(name)
+    case = {**CASES[name]}
+    posterior = dpbnn.fit(
+        case.pop("model"), (x, y), method=dpbnn.Moments(draws=64), plan=private(), **case
+    )
+    assert posterior.privacy.epsilon <= 1.0
+    posterior.save(tmp_path / "saved")
+    again = dpbnn.load(tmp_path / "saved")
+    torch.testing.assert_close(again.predict(x[:5]).mean, posterior.predict(x[:5]).mean)
+    low, high = again.interval(next(n for n in again.draws if n.endswith("weight")))
+    assert (low < high).all()
+
+
+def test_a_known_result_at_a_large_budget():
+    x, y = table(n=4000)
+    method, plan = dpbnn.Moments(target_bound=6.0), private(4000, epsilon=50.0)
+    posterior = dpbnn.fit(nn.Linear(3, 1), (x, y), Gaussian(None), None, method, plan)
+    u = torch.cat([torch.ones(4000, 1), x], 1)
+    best = torch.linalg.lstsq(u, y).solution
+    assert (posterior.draws["0.weight"].mean(0)[0] - best[1:]).abs().max() < 0.02
+
+
+def test_more_steps_than_stages_are_averaged():
+    made = process(stages=2)
+    assert [made.stage(step) for step in range(3)] == [0, 0, 1]
+    x, y = table()
+    plan = private(steps=7)
+    posterior = dpbnn.fit(
+        nn.Linear(3, 1), (x, y), Gaussian(0.5), None, dpbnn.Moments(draws=8), plan
+    )
+    assert posterior.draws["weight"].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("model", "likelihood", "prior", "message"),
+    [
+        (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), "gaussian", None, "hidden=\\(\\)"),
+        (nn.Sequential(nn.Linear(3, 1), nn.ReLU()), "gaussian", None, "ends in a Linear"),
+        (nn.Linear(3, 3), "categorical", None, "two classes"),
+        (nn.Linear(3, 2), "gaussian", None, "one number"),
+        (nn.Linear(3, 2), "heteroscedastic", None, "one number"),
+        (nn.Linear(3, 1), "gaussian", dpbnn.Laplace(1.0), "Gaussian"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_in_a_line(model, likelihood, prior, message):
+    x, y = table()
+    y = y[:, None].expand(-1, 2) if model.__dict__.get("out_features") == 2 else y
+    y = y[:, :1] if likelihood == "heteroscedastic" else y
+    y = (x[:, 0] > 0).long() if likelihood == "categorical" else y
+    with pytest.raises((ValueError, UnsupportedModel), match=message) as caught:
+        dpbnn.fit(model, (x, y), likelihood, prior, dpbnn.Moments(), private())
+    assert "\n" not in str(caught.value)
+
+
+def test_sampled_batches_are_refused():
+    plan = dpbnn.plan(epsilon=1.0, delta=1e-5, n=N, batch_size=40, steps=10)
+    with pytest.raises(ValueError, match="sampling='full-batch'"):
+        dpbnn.fit(nn.Linear(3, 1), table(), "gaussian", None, dpbnn.Moments(), plan)
