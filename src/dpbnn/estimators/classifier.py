@@ -68,7 +68,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
 
     def __init__(
         self,
-        method: Any = "sgld",
+        method: Any = "auto",
         *,
         epsilon: float | None = 1.0,
         delta: float | None = None,
@@ -188,6 +188,9 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
 
     def _original(self, predictive: Predictive) -> Predictive:
         return predictive
+
+    def _shifted(self, target: Target, centre: np.ndarray, spread: np.ndarray) -> Target:
+        return target
 
 
 def _number(known: dict[Any, int], label: Any) -> int:

@@ -21,6 +21,7 @@ from sklearn.utils.validation import (
 
 from dpbnn import training
 from dpbnn.calibration import tempered
+from dpbnn.data.standardising import Standardisation, private_standardisation
 from dpbnn.data.statistics import private_bounds
 from dpbnn.estimators import recipes, storage
 from dpbnn.estimators.held_out import BETA, HeldOut
@@ -73,6 +74,10 @@ class PrivateBayes(BaseEstimator):
     def _original(self, predictive: Predictive) -> Predictive:
         """Return a predictive in the units of the targets."""
 
+    @abstractmethod
+    def _shifted(self, target: Target, centre: np.ndarray, spread: np.ndarray) -> Target:
+        """Return the targets, standardised where they are numbers."""
+
     def fit(self, X: Any, y: Any) -> Self:
         """Train on a table of numbers.
 
@@ -91,24 +96,26 @@ class PrivateBayes(BaseEstimator):
         X, y = self._validated(X, y)
         target = self._target(y)
         parts = held.parts(len(X))
-        rest, values = X, target.values
-        if held:
-            X, target = X[parts.train], dataclasses.replace(target, values=values[parts.train])
+        rows = parts.train if held else slice(None)
+        rest, X = X, X[rows]
         delta = self._delta(len(rest))
         later = held.plans(parts, self.epsilon, delta)
         ledger = self._ledger(delta)
         earlier = ledger.releases
-        statistics, plan = self._plans(len(X), delta, later)
+        statistics, standard, plan = self._plans(X.shape, delta, later, recipe)
         if method is None:
             noise = getattr(target.likelihood, "noise_std", None)
             method = recipe.settings(plan, noise, self._regression, self.learning_rate, self.clip)
-        if statistics is not None:
+        if plan.beside:
             method.settled(plan)  # refuses settings before the statistics are paid for
         scaling = self._scaling(X, statistics, plan, ledger)
+        self.standardisation_ = None
+        if recipe.standardise:
+            scaling, target = self._standardised(scaling, X, target, rows, standard, ledger)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         posterior = training.fit(
-            recipes.network(X.shape[1], self._widths(), target.outputs, recipe.dropout),
-            (torch.from_numpy(scaling(X, np.float32)), torch.from_numpy(target.values)),
+            recipe.network(X.shape[1], self._widths(), target.outputs),
+            (torch.from_numpy(scaling(X, np.float32)), torch.from_numpy(target.values[rows])),
             target.likelihood,
             Gaussian(1.0) if self.prior is None else self.prior,
             method,
@@ -125,7 +132,7 @@ class PrivateBayes(BaseEstimator):
         self.temperature_, self.threshold_, statement = held.found(
             self._in_double(posterior) if held else posterior,
             later,
-            *((torch.from_numpy(scaling(rest[part])), torch.from_numpy(values[part]))
+            *((torch.from_numpy(scaling(rest[part])), torch.from_numpy(target.values[part]))
               for part in (parts.temper, parts.cover)),
             ledger,
             self.samples,
@@ -147,7 +154,7 @@ class PrivateBayes(BaseEstimator):
         X = as_array(X)
         with in_a_line("remove or mend those rows", X, show=self.on_bad_rows == "show"):
             X = validate_data(self, X, reset=False, dtype=np.float64)
-        inputs = torch.from_numpy(Scaling(*self.bounds_)(X))
+        inputs = torch.from_numpy(Scaling(*self.bounds_, self._standard())(X))
         posterior = self._in_double(self.posterior_)
         found = posterior.predict(inputs, self.samples, seed=self.seed_)
         if self.temperature_ is not None:
@@ -174,7 +181,7 @@ class PrivateBayes(BaseEstimator):
 
     @property
     def diagnostics_(self) -> Any:
-        """How well the chain has mixed (`dpbnn.evaluation.Diagnostics`); None if there is none.
+        """How well a Markov chain has mixed (`dpbnn.evaluation.Diagnostics`); None without one.
 
         Computed from the network's outputs at 256 inputs drawn uniformly within the bounds, which
         are public; no data is looked at.
@@ -182,12 +189,14 @@ class PrivateBayes(BaseEstimator):
         check_is_fitted(self)
         iterates = getattr(self.posterior_, "iterates", None)
         chains = getattr(self.method, "chains", 1)
-        if iterates is None or len(iterates) // chains < 8:
+        chain = recipes.is_chain(self.posterior_.settings["method"])
+        if not chain or iterates is None or len(iterates) // chains < 8:
             return None
         from dpbnn.evaluation.diagnostics import diagnose
 
         drawn = np.random.default_rng(0).uniform(-1, 1, (256, self.n_features_in_))
-        return diagnose(self.posterior_, drawn)
+        unit = Scaling(np.float64(-1), np.float64(1), self._standard())
+        return diagnose(self.posterior_, unit(drawn))
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the fitted estimator to a folder: JSON and safetensors, no pickle.
@@ -347,23 +356,32 @@ class PrivateBayes(BaseEstimator):
         return Ledger(self.ledger, epsilon=self.epsilon, delta=delta)
 
     def _plans(
-        self, n: int, delta: float, later: tuple[Plan | None, ...]
-    ) -> tuple[Plan | None, Plan]:
-        """Return the plans of private bounds, if they are asked for, and of the training.
+        self,
+        shape: tuple[int, int],
+        delta: float,
+        later: tuple[Plan | None, ...],
+        recipe: recipes.Recipe,
+    ) -> tuple[Plan | None, Plan | None, Plan]:
+        """Return the plans of private bounds, of the standardisation, and of the training.
 
         Args:
-            n: number of rows for the training.
+            shape: rows for the training, and columns.
             delta: of all together.
             later: plans of what is spent after the training.
+            recipe: of the method.
         """
-        statistics = None
+        n, columns = shape
+        statistics = standard = None
         if isinstance(self.bounds, str) and self.epsilon is not None:
             statistics = recipes.solved_plan(
                 epsilon=SHARE * self.epsilon, delta=delta, n=n, sampling="full-batch", steps=1
             )
-        beside = tuple(plan for plan in (statistics, *later) if plan is not None)
+        if recipe.standardise and self.epsilon is not None:
+            weights = recipes.weights(columns, self._regression)
+            standard = recipes.standardising_plan(n, weights, self.epsilon, delta)
+        beside = tuple(plan for plan in (statistics, standard, *later) if plan is not None)
         plan = recipes.settled_plan(n, self.epsilon, delta, self.batch_size, self.epochs, beside)
-        return statistics, plan
+        return statistics, standard, plan
 
     def _scaling(
         self, X: np.ndarray, statistics: Plan | None, plan: Plan, ledger: Ledger
@@ -388,6 +406,45 @@ class PrivateBayes(BaseEstimator):
         if self.bounds is None or isinstance(self.bounds, str):
             return Scaling.learned(X)
         return parsed_bounds(self.bounds, X.shape[1], getattr(self, "feature_names_in_", None))
+
+    def _standardised(
+        self,
+        scaling: Scaling,
+        X: np.ndarray,
+        target: Target,
+        rows: Any,
+        plan: Plan | None,
+        ledger: Ledger,
+    ) -> tuple[Scaling, Target]:
+        """Return scaling and targets, standardised; what is released for it is paid for here.
+
+        Args:
+            scaling: to [-1, 1].
+            X: inputs of the rows for the training.
+            target: of all rows.
+            rows: which of them are for the training.
+            plan: of the releases; None where noise would hide everything, or without privacy.
+            ledger: where they are recorded.
+        """
+        values, count = scaling(X, np.float32), X.shape[1]
+        if self._regression:
+            values = np.concatenate([values, target.values[rows]], 1)
+        if self.epsilon is None:
+            found = Standardisation.learned(values)
+        elif plan is None:
+            found = Standardisation.public(values.shape[1])
+        else:
+            known = None if self._regression else torch.from_numpy(target.values[rows] >= 0)
+            weights = recipes.weights(count, self._regression)
+            found = private_standardisation(values, weights, plan=plan, ledger=ledger, keep=known)
+        own = Standardisation(found.centre[:count], found.spread[:count])
+        self.standardisation_ = (own.centre, own.spread)
+        target = self._shifted(target, found.centre[count:], found.spread[count:])
+        return dataclasses.replace(scaling, standard=own), target
+
+    def _standard(self) -> Standardisation | None:
+        found = self.standardisation_
+        return None if found is None else Standardisation(*found)
 
     def _stamped(self, statement: PrivacyStatement, earlier: int) -> PrivacyStatement:
         """Return the statement, with a caveat where earlier fits may have chosen the settings."""

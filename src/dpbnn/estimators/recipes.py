@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from dpbnn import methods
+from dpbnn.data.standardising import RELEASES, noise_of_means
 from dpbnn.methods.method import Method
 from dpbnn.methods.sgld import Langevin
 from dpbnn.networks import mlp
@@ -27,6 +30,9 @@ _ALL = 2048  # rows up to which every step uses all of them
 _FEW = 400  # rows below which a classifier's steps shrink with n, so that its clip does not
 _NOISE = 0.25  # std of scaled targets below which step sizes shrink with it
 _KEPT = 100  # stored iterates of a chain, from its second half
+_STANDARD = 0.1  # share of mu^2 for the standardisation
+_CLIP = (2.0, 0.2)  # smallest clip of standardised columns, and its rise with mu sqrt(n)
+_HIDDEN = 0.125  # noise in a mean, in units of half the bounds, that hides what a column is like
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +47,8 @@ class Recipe:
         options: further settings.
         dropout: of the network.
         classifies: whether it has a likelihood for classes.
+        standardise: whether columns are standardised by a private release, and the network has a
+            linear path and starts at 0; step sizes of the others go with inputs in [-1, 1].
     """
 
     method: type[Method]
@@ -49,6 +57,15 @@ class Recipe:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     dropout: float = 0.0
     classifies: bool = True
+    standardise: bool = False
+
+    def network(
+        self, features: int, hidden: tuple[int, ...], outputs: int
+    ) -> Callable[[], torch.nn.Module]:
+        """Return what builds the network."""
+        if self.standardise:
+            return functools.partial(_table_network, features, hidden, outputs, self.dropout)
+        return functools.partial(mlp, features, hidden, outputs, self.dropout)
 
     @property
     def langevin(self) -> bool:
@@ -83,8 +100,8 @@ class Recipe:
                 )
             return self.method(**options, **({} if clip is None else {"clip": clip}))
         if not self.langevin:
-            if clip is not None:
-                options["clip"] = clip
+            if clip is not None or self.standardise:
+                options["clip"] = clip or _table_clip(plan)
             rate = rate or (self.regression_rate if regression else self.rate)
             return self.method(learning_rate=rate, **options)  # type: ignore[call-arg]
         options |= {"keep": _KEPT, "thin": max(1, plan.steps // (2 * _KEPT))}
@@ -103,9 +120,23 @@ class Recipe:
         return self.regression_rate * factor / n
 
 
+def _table_clip(plan: Plan) -> float:
+    """Return the clip for standardised columns: it rises with the budget.
+
+    m = b sqrt(T) / sigma is n mu where all rows are in every step. The noise in the mean gradient
+    of a whole run is clip/m, and a larger clip biases it less.
+    """
+    if not plan.private:
+        return _CLIP[0]
+    m = plan.batch_size * math.sqrt(plan.steps) / plan.noise_multiplier
+    return max(_CLIP[0], _CLIP[1] * m / math.sqrt(plan.n))
+
+
 _ADAM = {"optimizer": "adam", "average": "polyak", "clip": 3.0}
+_PATH = {"optimizer": "adam", "schedule": "linear", "keep": 25}
 
 METHODS: dict[str, Recipe] = {
+    "auto": Recipe(methods.SGD, 0.02, 0.02, _PATH, standardise=True),
     "sgld": Recipe(methods.SGLD, 0.25, 0.05),
     "sghmc": Recipe(methods.SGHMC, 0.0125, 0.0025),
     "sgd": Recipe(methods.SGD, 0.02, 0.02, _ADAM),
@@ -116,16 +147,46 @@ METHODS: dict[str, Recipe] = {
 }
 
 
+def _table_network(
+    features: int, hidden: tuple[int, ...], outputs: int, dropout: float
+) -> torch.nn.Module:
+    """Return a network with a linear path beside its hidden layers, which starts at 0.
+
+    A budget too small to learn anything leaves it near 0, which predicts the base rate.
+    """
+    network = mlp(features, hidden, outputs, dropout, linear_path=True)
+    for parameter in network[-1].parameters():
+        torch.nn.init.zeros_(parameter)
+    return network
+
+
 def default_delta(n: int) -> float:
     """Return min(1e-5, 1/(10 n)), so that delta is well below 1/n."""
     return min(1e-5, 1 / (10 * n))
 
 
-def network(
-    features: int, hidden: tuple[int, ...], outputs: int, dropout: float
-) -> Callable[[], torch.nn.Module]:
-    """Return what builds the network."""
-    return functools.partial(mlp, features, hidden, outputs, dropout)
+def is_chain(name: str) -> bool:
+    """Return whether the method of that name samples by a Markov chain."""
+    return name in METHODS and METHODS[name].langevin
+
+
+def weights(columns: int, regression: bool) -> np.ndarray:
+    """Return the weights of a private standardisation; the target, which comes last, has more."""
+    inputs = np.ones(columns)
+    return np.append(inputs, max(1.0, columns**0.5 / 2)) if regression else inputs
+
+
+def standardising_plan(n: int, weights: np.ndarray, epsilon: float, delta: float) -> Plan | None:
+    """Return the plan of a private standardisation; None where noise would hide every column.
+
+    It costs a tenth of mu^2, where mu is that of one Gaussian release for the whole budget.
+    """
+    common: dict[str, Any] = {"delta": delta, "n": n, "sampling": "full-batch"}
+    whole = solved_plan(epsilon=epsilon, steps=1, **common)
+    sigma = whole.noise_multiplier * math.sqrt(RELEASES / _STANDARD)
+    if noise_of_means(n, sigma, weights).min() > _HIDDEN:
+        return None
+    return solved_plan(noise_multiplier=sigma, steps=RELEASES, **common)
 
 
 def settled_plan(

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dpbnn.data.standardising import Standardisation
 from dpbnn.messages import SHOWN, alone, as_numbers, kind_of
 from dpbnn.privacy.checks import quoted
 
@@ -40,17 +41,23 @@ _PUBLIC = re.compile(  # texts of scikit-learn and NumPy that quote no value
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """Clips numbers to bounds (l, h) and scales them to [-1, 1]: 2 (clip(x, l, h) - l)/(h - l) - 1.
+    """Clips numbers to bounds (l, h) and scales them to [-1, 1], and standardises them then.
 
-    A column with l = h becomes 0. Values that are not finite become NaN, not a bound.
+        u = 2 (clip(x, l, h) - l)/(h - l) - 1,   z = clip((u - centre)/spread, -limit, limit)
+
+    A column with l = h has u = 0. Values that are not finite become NaN, not a bound.
 
     Attributes:
         low: lower bounds, one or one per column.
         high: upper bounds, likewise.
+        standard: centre and spread of u, public or privately released; None leaves u as it is.
+        limit: largest |z|.
     """
 
     low: np.ndarray
     high: np.ndarray
+    standard: Standardisation | None = None
+    limit: float = 4.0
 
     @classmethod
     def learned(cls, values: np.ndarray) -> Scaling:
@@ -71,7 +78,7 @@ class Scaling:
         return np.where(width > 0, width, 1.0)
 
     def __call__(self, values: np.ndarray, dtype: type = np.float64) -> np.ndarray:
-        """Return values clipped to the bounds and scaled to [-1, 1].
+        """Return values clipped to the bounds, scaled to [-1, 1], and standardised.
 
         Args:
             values: the numbers; returned without a copy if scaling changes nothing.
@@ -87,13 +94,17 @@ class Scaling:
             block -= self.middle
             block /= self.half
             np.clip(block, -1.0, 1.0, out=block)
+            if self.standard is not None:
+                block -= self.standard.centre
+                block /= self.standard.spread
+                np.clip(block, -self.limit, self.limit, out=block)
             block[~np.isfinite(part)] = np.nan
             scaled[start : start + step] = block
         return scaled
 
     def _keeps(self, values: np.ndarray, dtype: type) -> bool:
         """Return whether scaling would change nothing."""
-        unit = bool((self.low == -1.0).all() and (self.high == 1.0).all())
+        unit = self.standard is None and bool((self.low == -1).all() and (self.high == 1).all())
         usable = values.dtype == dtype and values.flags.writeable and values.size > 0
         return unit and usable and bool(values.min() >= -1.0 and values.max() <= 1.0)
 
