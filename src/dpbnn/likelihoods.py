@@ -294,7 +294,13 @@ class LearnedNoiseGaussian(HeteroscedasticGaussian, name="gaussian, learned nois
     noise 1, so that a clip means the same at every noise; the two have their maxima at the same
     means where the noise is the same for all inputs. It is for point estimates: a sampler would
     follow another posterior.
+
+    Args:
+        lowest: bound on the absolute log-variance.
+        start: log-variance at which learning begins.
     """
+
+    start: float = 0.0
 
     never_raises = True
 

@@ -56,7 +56,7 @@ def demo_command(out: Path, quiet: bool, as_json: bool) -> None:
         classifier.fit(x, y)
         if speaker.progress:
             print_table(plan_table(classifier.plan_))
-        workspace.save(classifier, schema, {"made by": _MARK, "method": "sgld", "epsilon": 3.0})
+        workspace.save(classifier, schema, {"made by": _MARK, "method": "auto", "epsilon": 3.0})
     run = Run.open(out)
     predictive = classifier.predictive(x_test)
     evaluation = classifier.evaluate(x_test, y_test)

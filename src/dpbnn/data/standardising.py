@@ -94,17 +94,20 @@ def private_standardisation(
         values: [records, columns] within [-1, 1].
         weights: w > 0, one per column; the larger, the less noise a column gets, and the more
             the others. 1 by default.
-        plan: of two full-batch releases for these records.
+        plan: of two full-batch releases; it says n, which under add/remove is not that of values.
         ledger: where the releases are recorded; one in memory by default.
         keep: false for records that add nothing.
         noise: the source of noise; a new one from operating-system entropy by default.
         label: what the releases are for, in the ledger and the statement.
     """
-    n, columns = values.shape
-    if (plan.n, plan.steps, plan.sampling) != (n, RELEASES, "full-batch"):
+    records, columns = values.shape
+    n = plan.n
+    if plan.relation.public_size and records != n:
+        raise ValueError(f"plan: is for n={n} and there are {records} records; state n={records}")
+    if (plan.steps, plan.sampling) != (RELEASES, "full-batch"):
         raise ValueError(
-            f"plan: has {plan.steps} {plan.sampling} releases for n={plan.n}; standardising {n} "
-            f"records needs dpbnn.plan(sampling='full-batch', steps={RELEASES}, n={n}, ...)"
+            f"plan: has {plan.steps} {plan.sampling} releases; a standardisation needs "
+            f"dpbnn.plan(sampling='full-batch', steps={RELEASES}, n={n}, ...)"
         )
     w = np.ones(columns) if weights is None else np.asarray(weights, dtype=np.float64)
     if w.shape != (columns,) or not (np.isfinite(w).all() and (w > 0).all()):
@@ -130,8 +133,8 @@ def private_standardisation(
 
         device = torch.device("cpu")
         shapes = {"sums": torch.Size([columns])}
-        rows = ChunkedContributions(part, n, _ROWS, shapes, device, torch.float64)
-        return gate(rows, keep=keep, records=torch.arange(n))["sums"].numpy() / (n * w)
+        rows = ChunkedContributions(part, records, _ROWS, shapes, device, torch.float64)
+        return gate(rows, keep=keep, records=torch.arange(records))["sums"].numpy() / (n * w)
 
     tau = noise_of_means(n, sigma, w)
     centre = np.clip(mean(None) * _PRIOR**2 / (_PRIOR**2 + tau**2), -1.0, 1.0)

@@ -11,22 +11,17 @@ from typing import Any, Self
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, clone
-from sklearn.utils import check_array, check_random_state
-from sklearn.utils.validation import (
-    check_consistent_length,
-    check_is_fitted,
-    column_or_1d,
-    validate_data,
-)
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
 
 from dpbnn import training
 from dpbnn.calibration import tempered
-from dpbnn.data.standardising import Standardisation, private_standardisation
+from dpbnn.data.standardising import Standardisation
 from dpbnn.data.statistics import private_bounds
 from dpbnn.estimators import recipes, storage
 from dpbnn.estimators.held_out import BETA, HeldOut
-from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, parsed_bounds
-from dpbnn.messages import as_numbers, check_on_bad_rows
+from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, parsed_bounds, validated
+from dpbnn.messages import check_on_bad_rows
 from dpbnn.methods.method import Method
 from dpbnn.posteriors import Posterior
 from dpbnn.predictive import Predictive
@@ -75,8 +70,10 @@ class PrivateBayes(BaseEstimator):
         """Return a predictive in the units of the targets."""
 
     @abstractmethod
-    def _shifted(self, target: Target, centre: np.ndarray, spread: np.ndarray) -> Target:
-        """Return the targets, standardised where they are numbers."""
+    def _shifted(
+        self, target: Target, centre: np.ndarray, spread: np.ndarray, start: float
+    ) -> Target:
+        """Return the targets, standardised where they are numbers; noise begins at `start`."""
 
     def fit(self, X: Any, y: Any) -> Self:
         """Train on a table of numbers.
@@ -93,7 +90,7 @@ class PrivateBayes(BaseEstimator):
         self._check_settings()
         recipe, method = self._recipe()
         held = self._held_out()
-        X, y = self._validated(X, y)
+        X, y = validated(self, X, y, self._regression, self.on_bad_rows)
         target = self._target(y)
         parts = held.parts(len(X))
         rows = parts.train if held else slice(None)
@@ -106,12 +103,14 @@ class PrivateBayes(BaseEstimator):
         if method is None:
             noise = getattr(target.likelihood, "noise_std", None)
             method = recipe.settings(plan, noise, self._regression, self.learning_rate, self.clip)
-        if plan.beside:
+        if statistics is not None:
             method.settled(plan)  # refuses settings before the statistics are paid for
         scaling = self._scaling(X, statistics, plan, ledger)
-        self.standardisation_ = None
+        self.standardisation_: tuple[np.ndarray, np.ndarray] | None = None
         if recipe.standardise:
-            scaling, target = self._standardised(scaling, X, target, rows, standard, ledger)
+            scaling, target = self._standardised(
+                scaling, X, target, rows, recipes.noise_start(plan), standard, ledger
+            )  # fmt: skip
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         posterior = training.fit(
             recipe.network(X.shape[1], self._widths(), target.outputs),
@@ -289,21 +288,6 @@ class PrivateBayes(BaseEstimator):
             raise ValueError(f"method={self.method!r}: is for regression; use 'sgld', say")
         return recipe, None
 
-    def _validated(self, X: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
-        X, y = as_array(X), as_array(y, "y")
-        options = {"dtype": [np.float64, np.float32], "ensure_min_samples": 2}
-        cure = "remove or mend those rows, or pass on_bad_rows='zero' to let them contribute"
-        numbers, show = y if self._regression else None, self.on_bad_rows == "show"
-        with in_a_line(f"{cure} nothing", X, numbers, show=show):
-            if self.on_bad_rows != "zero":
-                found, y = validate_data(self, X, y, y_numeric=self._regression, **options)
-                return found, y.astype(np.float64) if self._regression else y
-            found = check_array(as_numbers(X), ensure_all_finite=False, **options)
-            validate_data(self, X, skip_check_array=True)  # takes names and number of columns
-            y = column_or_1d(as_numbers(y) if self._regression else y, warn=True)
-            check_consistent_length(found, y)
-        return found, y
-
     def _check_settings(self) -> None:
         """Raise for invalid settings, before anything is spent."""
         names = ("epsilon", "delta", "batch_size", "epochs", "clip", "learning_rate")
@@ -408,13 +392,7 @@ class PrivateBayes(BaseEstimator):
         return parsed_bounds(self.bounds, X.shape[1], getattr(self, "feature_names_in_", None))
 
     def _standardised(
-        self,
-        scaling: Scaling,
-        X: np.ndarray,
-        target: Target,
-        rows: Any,
-        plan: Plan | None,
-        ledger: Ledger,
+        self, scaling: Scaling, X: np.ndarray, target: Target, rows: Any, start: float, *paid: Any
     ) -> tuple[Scaling, Target]:
         """Return scaling and targets, standardised; what is released for it is paid for here.
 
@@ -423,23 +401,20 @@ class PrivateBayes(BaseEstimator):
             X: inputs of the rows for the training.
             target: of all rows.
             rows: which of them are for the training.
-            plan: of the releases; None where noise would hide everything, or without privacy.
-            ledger: where they are recorded.
+            start: log-variance at which a noise begins.
+            *paid: plan and ledger of the releases.
         """
         values, count = scaling(X, np.float32), X.shape[1]
+        known = None
         if self._regression:
             values = np.concatenate([values, target.values[rows]], 1)
-        if self.epsilon is None:
-            found = Standardisation.learned(values)
-        elif plan is None:
-            found = Standardisation.public(values.shape[1])
         else:
-            known = None if self._regression else torch.from_numpy(target.values[rows] >= 0)
-            weights = recipes.weights(count, self._regression)
-            found = private_standardisation(values, weights, plan=plan, ledger=ledger, keep=known)
+            known = torch.from_numpy(target.values[rows] >= 0)
+        weights = recipes.weights(count, self._regression)
+        found = recipes.standardisation(values, weights, self.epsilon, *paid, known)
         own = Standardisation(found.centre[:count], found.spread[:count])
         self.standardisation_ = (own.centre, own.spread)
-        target = self._shifted(target, found.centre[count:], found.spread[count:])
+        target = self._shifted(target, found.centre[count:], found.spread[count:], start)
         return dataclasses.replace(scaling, standard=own), target
 
     def _standard(self) -> Standardisation | None:

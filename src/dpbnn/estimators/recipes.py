@@ -17,10 +17,16 @@ import numpy as np
 import torch
 
 from dpbnn import methods
-from dpbnn.data.standardising import RELEASES, noise_of_means
+from dpbnn.data.standardising import (
+    RELEASES,
+    Standardisation,
+    noise_of_means,
+    private_standardisation,
+)
 from dpbnn.methods.method import Method
 from dpbnn.methods.sgld import Langevin
 from dpbnn.networks import mlp
+from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan, open_plan, plan
 
 __all__ = ["METHODS", "Recipe", "default_delta"]
@@ -31,8 +37,9 @@ _FEW = 400  # rows below which a classifier's steps shrink with n, so that its c
 _NOISE = 0.25  # std of scaled targets below which step sizes shrink with it
 _KEPT = 100  # stored iterates of a chain, from its second half
 _STANDARD = 0.1  # share of mu^2 for the standardisation
-_CLIP = (2.0, 0.2)  # smallest clip of standardised columns, and its rise with mu sqrt(n)
-_HIDDEN = 0.125  # noise in a mean, in units of half the bounds, that hides what a column is like
+_CLIP = (3.0, 0.2)  # smallest clip of standardised columns, and its rise with mu sqrt(n)
+_ENOUGH = 400.0  # m of `_told` below which a regressor's steps shrink
+_HIDDEN = 0.25  # noise in a mean, in units of half the bounds, that hides what a column is like
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +110,8 @@ class Recipe:
             if clip is not None or self.standardise:
                 options["clip"] = clip or _table_clip(plan)
             rate = rate or (self.regression_rate if regression else self.rate)
+            if regression and self.standardise and learning_rate is None:
+                rate *= math.sqrt(min(1.0, _told(plan) / _ENOUGH))
             return self.method(learning_rate=rate, **options)  # type: ignore[call-arg]
         options |= {"keep": _KEPT, "thin": max(1, plan.steps // (2 * _KEPT))}
         if rate is None and clip is not None and plan.private:
@@ -120,16 +129,27 @@ class Recipe:
         return self.regression_rate * factor / n
 
 
-def _table_clip(plan: Plan) -> float:
-    """Return the clip for standardised columns: it rises with the budget.
+def _told(plan: Plan) -> float:
+    """Return m = b sqrt(T) / sigma, where a run's mean gradient has noise clip/m.
 
-    m = b sqrt(T) / sigma is n mu where all rows are in every step. The noise in the mean gradient
-    of a whole run is clip/m, and a larger clip biases it less.
+    It is n mu where all rows are in every step.
     """
     if not plan.private:
-        return _CLIP[0]
-    m = plan.batch_size * math.sqrt(plan.steps) / plan.noise_multiplier
-    return max(_CLIP[0], _CLIP[1] * m / math.sqrt(plan.n))
+        return math.inf
+    return plan.batch_size * math.sqrt(plan.steps) / plan.noise_multiplier
+
+
+def noise_start(plan: Plan) -> float:
+    """Return the log-variance at which a regressor's noise begins, in spreads of the target.
+
+    It is -2, and nearer to 0 where there is too little budget to learn much.
+    """
+    return -2.0 * math.sqrt(min(1.0, _told(plan) / _ENOUGH))
+
+
+def _table_clip(plan: Plan) -> float:
+    """Return the clip for standardised columns: it rises with the budget, to bias less."""
+    return max(_CLIP[0], _CLIP[1] * _told(plan) / math.sqrt(plan.n)) if plan.private else _CLIP[0]
 
 
 _ADAM = {"optimizer": "adam", "average": "polyak", "clip": 3.0}
@@ -139,10 +159,10 @@ METHODS: dict[str, Recipe] = {
     "auto": Recipe(methods.SGD, 0.02, 0.02, _PATH, standardise=True),
     "sgld": Recipe(methods.SGLD, 0.25, 0.05),
     "sghmc": Recipe(methods.SGHMC, 0.0125, 0.0025),
-    "sgd": Recipe(methods.SGD, 0.02, 0.02, _ADAM),
-    "bbp": Recipe(methods.BBP, 0.02, 0.02, _ADAM),
-    "vi": Recipe(methods.VI, 0.02, 0.02, _ADAM),
-    "mcdropout": Recipe(methods.MCDropout, 0.02, 0.02, _ADAM, dropout=0.1),
+    "sgd": Recipe(methods.SGD, 0.02, 0.02, _ADAM, standardise=True),
+    "bbp": Recipe(methods.BBP, 0.02, 0.02, _ADAM, standardise=True),
+    "vi": Recipe(methods.VI, 0.02, 0.02, _ADAM, standardise=True),
+    "mcdropout": Recipe(methods.MCDropout, 0.02, 0.02, _ADAM, dropout=0.1, standardise=True),
     "sep": Recipe(methods.SEP, None, None, classifies=False),
 }
 
@@ -163,6 +183,31 @@ def _table_network(
 def default_delta(n: int) -> float:
     """Return min(1e-5, 1/(10 n)), so that delta is well below 1/n."""
     return min(1e-5, 1 / (10 * n))
+
+
+def standardisation(
+    values: np.ndarray,
+    weights: np.ndarray,
+    epsilon: float | None,
+    plan: Plan | None,
+    ledger: Ledger,
+    keep: torch.Tensor | None,
+) -> Standardisation:
+    """Return the standardisation of columns in [-1, 1].
+
+    Args:
+        values: [rows, columns].
+        weights: of the columns.
+        epsilon: None learns it from the values, WITHOUT privacy.
+        plan: from `standardising_plan`; None takes the one that looks at no data.
+        ledger: where the releases are recorded.
+        keep: false for rows that add nothing.
+    """
+    if epsilon is None:
+        return Standardisation.learned(values)
+    if plan is None:
+        return Standardisation.public(values.shape[1])
+    return private_standardisation(values, weights, plan=plan, ledger=ledger, keep=keep)
 
 
 def is_chain(name: str) -> bool:

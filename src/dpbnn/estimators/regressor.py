@@ -20,8 +20,8 @@ __all__ = ["PrivateBayesRegressor"]
 class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
     """A Bayesian network for a number, trained under differential privacy.
 
-    Targets are clipped to their bounds and scaled to [-1, 1]; the noise of the observations is
-    learned. Predictions are in the original units.
+    Targets are clipped to their bounds, scaled to [-1, 1], and standardised with the inputs; the
+    noise of the observations is learned. Predictions are in the original units.
 
     Args:
         method: as in `PrivateBayesClassifier`, like all that is not named here.
@@ -136,11 +136,13 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
             predictive.means.double() * half + middle, predictive.variances.double() * half**2
         )
 
-    def _shifted(self, target: Target, centre: np.ndarray, spread: np.ndarray) -> Target:
+    def _shifted(
+        self, target: Target, centre: np.ndarray, spread: np.ndarray, start: float
+    ) -> Target:
         self.target_standardisation_ = (float(centre[0]), float(spread[0]))
         likelihood: Any = target.likelihood
         if likelihood.noise_std is not None:
             likelihood = Gaussian(likelihood.noise_std / float(spread[0]))
         elif self.method == "auto":
-            likelihood = LearnedNoiseGaussian()
+            likelihood = LearnedNoiseGaussian(start=start)
         return Target((target.values - centre) / spread, 1, likelihood)

@@ -1,4 +1,4 @@
-"""Public bounds of numbers, and the scaling that follows from them."""
+"""Tables of numbers: checked, and scaled by public bounds and released statistics."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from sklearn.base import BaseEstimator
+from sklearn.utils import check_array
+from sklearn.utils.validation import check_consistent_length, column_or_1d, validate_data
 
 from dpbnn.data.standardising import Standardisation
 from dpbnn.messages import SHOWN, alone, as_numbers, kind_of
 from dpbnn.privacy.checks import quoted
 
-__all__ = ["Scaling", "as_array", "in_a_line", "parsed_bounds"]
+__all__ = ["Scaling", "as_array", "in_a_line", "parsed_bounds", "validated"]
 
 _TIMES = ("date", "time", "duration", "period")  # in the names of types that are not numbers
 _BLOCK = 1 << 16  # numbers scaled at once, few enough for the processor's cache
@@ -132,6 +135,33 @@ def as_array(values: Any, name: str = "X") -> Any:
                 f"fixed date"
             )
     return values
+
+
+def validated(
+    estimator: BaseEstimator, X: Any, y: Any, regression: bool, on_bad_rows: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a table of numbers and its targets; set what scikit-learn wants to know of them.
+
+    Args:
+        estimator: that is fitted to them.
+        X: inputs.
+        y: targets.
+        regression: whether targets are numbers.
+        on_bad_rows: as in `dpbnn.fit`.
+    """
+    X, y = as_array(X), as_array(y, "y")
+    options = {"dtype": [np.float64, np.float32], "ensure_min_samples": 2}
+    cure = "remove or mend those rows, or pass on_bad_rows='zero' to let them contribute"
+    numbers, show = y if regression else None, on_bad_rows == "show"
+    with in_a_line(f"{cure} nothing", X, numbers, show=show):
+        if on_bad_rows != "zero":
+            found, y = validate_data(estimator, X, y, y_numeric=regression, **options)
+            return found, y.astype(np.float64) if regression else y
+        found = check_array(as_numbers(X), ensure_all_finite=False, **options)
+        validate_data(estimator, X, skip_check_array=True)  # takes names and number of columns
+        y = column_or_1d(as_numbers(y) if regression else y, warn=True)
+        check_consistent_length(found, y)
+    return found, y
 
 
 @contextlib.contextmanager

@@ -45,47 +45,12 @@ class SGD(Descent):
 
     def start(self, problem: Problem) -> SGDProcess:
         """Return the process that trains on a problem."""
-        return SGDProcess(self, problem, problem.attach())
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SGDState(DescentState):
-    """State of `SGD`.
-
-    Attributes:
-        kept: iterates by parameter, [keep, ...]; those that are still to come are zero.
-    """
-
-    kept: dict[str, Tensor]
+        kind = PathProcess if self.keep else SGDProcess
+        return kind(self, problem, problem.attach())
 
 
 class SGDProcess(DescentProcess):
     """Equations of `SGD`."""
-
-    settings: SGD
-
-    def begin(self) -> SGDState:
-        """Return the state before the first step."""
-        state = super().begin()
-        count = self._stored(self.problem.steps)
-        kept = {n: p.new_zeros(count, *p.shape) for n, p in state.parameters.items()}
-        return SGDState(**vars(state), kept=kept if count else {})
-
-    def update(self, state: DescentState, release: Mapping[str, Tensor]) -> DescentState:
-        """Take an optimizer step, and keep the iterate when its turn has come."""
-        state = super().update(state, release)
-        assert isinstance(state, SGDState)
-        stored = self._stored(state.steps)
-        if stored > self._stored(state.steps - 1):
-            for name, kept in state.kept.items():
-                kept[stored - 1] = state.parameters[name].detach()
-        return state
-
-    def _stored(self, steps: int) -> int:
-        """Return how many iterates have been kept after so many steps."""
-        first = self.problem.steps // 2
-        last = self.problem.steps - first
-        return max(0, steps - first) * min(self.settings.keep, last) // max(1, last)
 
     def gradient(self, state: DescentState, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return release / b + grad r / n."""
@@ -96,15 +61,52 @@ class SGDProcess(DescentProcess):
         }
 
     def posterior(self, state: DescentState, **record: Any) -> Posterior:
-        """Return the last iterate, the average, or the iterates that were kept."""
-        assert isinstance(state, SGDState)
+        """Return the last iterate, or the average."""
+        return PointPosterior(self.final(state), self.problem.likelihood, **record)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PathState(DescentState):
+    """State of `SGD` that keeps iterates.
+
+    Attributes:
+        kept: iterates by parameter, [keep, ...]; those that are still to come are zero.
+    """
+
+    kept: dict[str, Tensor]
+
+
+class PathProcess(SGDProcess):
+    """Equations of `SGD` that keeps iterates."""
+
+    settings: SGD
+
+    def begin(self) -> PathState:
+        """Return the state before the first step."""
+        state = super().begin()
+        count = self._stored(self.problem.steps)
+        kept = {n: p.new_zeros(count, *p.shape) for n, p in state.parameters.items()}
+        return PathState(**vars(state), kept=kept)
+
+    def update(self, state: DescentState, release: Mapping[str, Tensor]) -> DescentState:
+        """Take an optimizer step, and keep the iterate when its turn has come."""
+        state = super().update(state, release)
+        assert isinstance(state, PathState)
+        stored = self._stored(state.steps)
+        if stored > self._stored(state.steps - 1):
+            for name, kept in state.kept.items():
+                kept[stored - 1] = state.parameters[name].detach()
+        return state
+
+    def posterior(self, state: DescentState, **record: Any) -> Posterior:
+        """Return the iterates that were kept; a point where there are none yet."""
+        assert isinstance(state, PathState)
         count = self._stored(state.steps)
         if not count:
-            return PointPosterior(self.final(state), self.problem.likelihood, **record)
+            return super().posterior(state, **record)
         folder = tempfile.TemporaryDirectory(prefix="dpbnn-", ignore_cleanup_errors=True)
         path = Path(folder.name) / "iterates.safetensors"
-        like = {name: parameter.detach() for name, parameter in state.parameters.items()}
-        writer = IterateWriter(path, like, count, keep="first")
+        writer = IterateWriter(path, {n: kept[0] for n, kept in state.kept.items()}, count)
         for place in range(count):
             writer.append({name: kept[place] for name, kept in state.kept.items()})
         writer.close()
@@ -112,3 +114,9 @@ class SGDProcess(DescentProcess):
         found = IteratePosterior(model, self.problem.likelihood, path, **record)
         weakref.finalize(found, folder.cleanup)
         return found
+
+    def _stored(self, steps: int) -> int:
+        """Return how many iterates have been kept after so many steps."""
+        first = self.problem.steps // 2
+        last = self.problem.steps - first
+        return max(0, steps - first) * min(self.settings.keep, last) // max(1, last)
