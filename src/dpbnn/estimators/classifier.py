@@ -29,8 +29,8 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         delta: of the guarantee; by default the ledger's, or min(1e-5, 1/(10 n)).
         bounds: public range of the inputs, which are clipped to it and scaled to [-1, 1]: (low,
             high), with numbers or one value per column; a dict from column name to (low, high); or
-            "private", which spends a tenth of the budget on finding them. By methods that are named,
-            but for "sgld", "sghmc" and "sep", columns are then standardised by a private release,
+            "private", which spends a tenth of the budget on finding them. For "auto" and the other
+            names but "sgld", "sghmc" and "sep", columns are then standardised by a private release,
             so that wide bounds do little harm.
         classes: all labels that can occur, from public knowledge.
         hidden: widths of the hidden layers.
