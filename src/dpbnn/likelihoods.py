@@ -23,6 +23,7 @@ __all__ = [
     "Categorical",
     "Gaussian",
     "HeteroscedasticGaussian",
+    "LearnedNoiseGaussian",
     "Likelihood",
     "LikelihoodBase",
     "Mixture",
@@ -283,6 +284,37 @@ class HeteroscedasticGaussian(LikelihoodBase, name="heteroscedastic"):
     def columns(self, outputs: int) -> int:
         """Return one column for each two outputs."""
         return outputs // 2
+
+
+@dataclass(frozen=True)
+class LearnedNoiseGaussian(HeteroscedasticGaussian, name="gaussian, learned noise"):
+    """Real targets with a learned noise whose size does not scale the gradient of the mean.
+
+    The log-probability is that of `HeteroscedasticGaussian`. The gradient by the mean is that of
+    noise 1, so that a clip means the same at every noise; the two have their maxima at the same
+    means where the noise is the same for all inputs. It is for point estimates: a sampler would
+    follow another posterior.
+
+    Args:
+        lowest: bound on the absolute log-variance.
+        start: log-variance at which learning begins.
+    """
+
+    start: float = 0.0
+
+    never_raises = True
+
+    def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return log p(y_i | outputs_i), one number per example."""
+        mean, log_variance = self.split(outputs)
+        squared = (y.reshape(mean.shape) - mean).square()
+        known = squared.detach()
+        noise = known * torch.exp(-log_variance) + log_variance + math.log(2 * math.pi)
+        return -0.5 * (noise + squared - known).flatten(1).sum(1)
+
+    def with_learned_noise(self) -> Likelihood:
+        """Return itself: the noise is learned."""
+        return self
 
 
 @dataclass(frozen=True)

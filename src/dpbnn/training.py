@@ -121,7 +121,7 @@ def fit(
             network = network.to(device)
         learned = None if method.own_noise else likelihoods.full(likely).with_learned_noise()
         if learned is not None:
-            network, likely = _learned_noise(network), learned
+            network, likely = _learned_noise(network, getattr(learned, "start", 0.0)), learned
         if isinstance(network, GaussianMixture):
             hidden = None if plan.relation.public_size else plan.n
             data = checked_points(data, network, on_bad_rows, hidden)
@@ -212,11 +212,12 @@ def check_kinds(**given: Any) -> None:
             ) from None
 
 
-def _learned_noise(network: nn.Module) -> nn.Module:
+def _learned_noise(network: nn.Module, start: float) -> nn.Module:
     last = [m for m in network.modules() if isinstance(m, nn.Linear)]
     if not last:
         raise ValueError("a learned noise needs a network that ends in a Linear layer")
-    return nn.Sequential(network, LearnedNoise(last[-1].out_features).to(last[-1].weight.device))
+    noise = LearnedNoise(last[-1].out_features, start)
+    return nn.Sequential(network, noise.to(last[-1].weight.device))
 
 
 class _Run(Run):

@@ -54,7 +54,7 @@ def demo_command(out: Path, speaker: Speaker) -> None:
         if speaker.progress:
             print_table(plan_table(classifier.plan_))
         workspace.save(
-            classifier, schema, {"made by": _MARK, "method": "sgld", "epsilon": 3.0}, (x, y)
+            classifier, schema, {"made by": _MARK, "method": "auto", "epsilon": 3.0}, (x, y)
         )
     run = Run.open(out)
     predictive = classifier.predictive(x_test)

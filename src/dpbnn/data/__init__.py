@@ -4,6 +4,7 @@ from dpbnn.data.column import Column
 from dpbnn.data.datasets import DATASETS, Dataset, load, load_table
 from dpbnn.data.files import read_table
 from dpbnn.data.schema import Schema
+from dpbnn.data.standardising import Standardisation, private_standardisation
 from dpbnn.data.statistics import (
     Histograms,
     private_bounds,
@@ -20,6 +21,7 @@ __all__ = [
     "Dataset",
     "Histograms",
     "Schema",
+    "Standardisation",
     "Table",
     "TableError",
     "TableWarning",
@@ -29,6 +31,7 @@ __all__ = [
     "private_bounds",
     "private_counts",
     "private_quantiles",
+    "private_standardisation",
     "read_table",
     "share",
     "signed_log_grid",

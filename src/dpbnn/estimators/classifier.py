@@ -23,19 +23,23 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
     """A Bayesian network for classes, trained under differential privacy.
 
     Args:
-        method: "sgld", "sghmc", "sgd", "bbp", "vi", "mcdropout", or a method's settings.
+        method: "auto", which is `dpbnn.estimators.recipes`' choice; "sgld", "sghmc", "sgd", "bbp",
+            "vi", "mcdropout"; or a method's settings.
         epsilon: the budget of one fit; None trains WITHOUT privacy, and bounds and classes may
             then be left out.
         delta: of the guarantee; by default the ledger's, or min(1e-5, 1/(10 n)).
         bounds: public range of the inputs, which are clipped to it and scaled to [-1, 1]: (low,
             high), with numbers or one value per column; a dict from column name to (low, high); or
-            "private", which spends a tenth of the budget on finding them.
+            "private", which spends a tenth of the budget on finding them. For "auto" and the other
+            names but "sgld", "sghmc" and "sep", columns are then standardised by a private release,
+            so that wide bounds do little harm.
         classes: all labels that can occur, from public knowledge.
         hidden: widths of the hidden layers.
         prior: of the weights; N(0, 1) by default.
         batch_size: expected batch size; by default all rows up to 2048 of them, 1024 beyond.
         epochs: passes over the data; 400 steps (without privacy 1000) by default.
-        clip: largest norm of one row's gradient; by default solved for ("sgld", "sghmc") or 1.
+        clip: largest norm of one row's gradient; by default solved for ("sgld", "sghmc"), or a
+            function of n and the budget.
         learning_rate: of the method; see `dpbnn.estimators.recipes` for the defaults.
         samples: posterior samples in a prediction.
         recalibrate: how a temperature of the predictions is found. "training": on rows of the
@@ -58,7 +62,8 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
     Attributes:
         classes_: the labels, sorted.
         privacy_: the `PrivacyStatement`.
-        posterior_: the posterior over the weights, for inputs scaled to [-1, 1].
+        posterior_: the posterior over the weights, for scaled inputs.
+        standardisation_: (centre, spread) of every column within [-1, 1]; None without.
         ledger_: what was spent; None for a loaded estimator whose ledger is not there.
         plan_: the plan of the training.
         bounds_: (low, high) of every column.
@@ -71,7 +76,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
 
     def __init__(
         self,
-        method: Any = "sgld",
+        method: Any = "auto",
         *,
         epsilon: float | None = 1.0,
         delta: float | None = None,
@@ -196,6 +201,11 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
 
     def _original(self, predictive: Predictive) -> Predictive:
         return predictive
+
+    def _shifted(
+        self, target: Target, centre: np.ndarray, spread: np.ndarray, start: float
+    ) -> Target:
+        return target
 
 
 def _number(known: dict[Any, int], label: Any) -> int:

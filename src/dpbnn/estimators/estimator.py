@@ -11,21 +11,17 @@ from typing import Any, Self
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, clone
-from sklearn.utils import check_array, check_random_state
-from sklearn.utils.validation import (
-    check_consistent_length,
-    check_is_fitted,
-    column_or_1d,
-    validate_data,
-)
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
 
 from dpbnn import training
 from dpbnn.calibration import tempered
+from dpbnn.data.standardising import Standardisation
 from dpbnn.data.statistics import private_bounds
 from dpbnn.estimators import recipes, storage
 from dpbnn.estimators.held_out import BETA, HeldOut
-from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, parsed_bounds
-from dpbnn.messages import as_numbers, check_on_bad_rows
+from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, parsed_bounds, validated
+from dpbnn.messages import check_on_bad_rows
 from dpbnn.methods.method import Method
 from dpbnn.posteriors import Posterior
 from dpbnn.predictive import Predictive
@@ -73,6 +69,12 @@ class PrivateBayes(BaseEstimator):
     def _original(self, predictive: Predictive) -> Predictive:
         """Return a predictive in the units of the targets."""
 
+    @abstractmethod
+    def _shifted(
+        self, target: Target, centre: np.ndarray, spread: np.ndarray, start: float
+    ) -> Target:
+        """Return the targets, standardised where they are numbers; noise begins at `start`."""
+
     def fit(self, X: Any, y: Any) -> Self:
         """Train on a table of numbers.
 
@@ -88,27 +90,31 @@ class PrivateBayes(BaseEstimator):
         self._check_settings()
         recipe, method = self._recipe()
         held = self._held_out()
-        X, y = self._validated(X, y)
+        X, y = validated(self, X, y, self._regression, self.on_bad_rows)
         target = self._target(y)
         parts = held.parts(len(X))
-        rest, values = X, target.values
-        if held:
-            X, target = X[parts.train], dataclasses.replace(target, values=values[parts.train])
+        rows = parts.train if held else slice(None)
+        rest, X = X, X[rows]
         delta = self._delta(len(rest))
         later = held.plans(parts, self.epsilon, delta)
         ledger = self._ledger(delta)
         earlier = ledger.releases
-        statistics, plan = self._plans(len(X), delta, later)
+        statistics, standard, plan = self._plans(X.shape, delta, later, recipe)
         if method is None:
             noise = getattr(target.likelihood, "noise_std", None)
             method = recipe.settings(plan, noise, self._regression, self.learning_rate, self.clip)
         if statistics is not None:
             method.settled(plan)  # refuses settings before the statistics are paid for
         scaling = self._scaling(X, statistics, plan, ledger)
+        self.standardisation_: tuple[np.ndarray, np.ndarray] | None = None
+        if recipe.standardise:
+            scaling, target = self._standardised(
+                scaling, X, target, rows, recipes.noise_start(plan), standard, ledger
+            )  # fmt: skip
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         posterior = training.fit(
-            recipes.network(X.shape[1], self._widths(), target.outputs, recipe.dropout),
-            (torch.from_numpy(scaling(X, np.float32)), torch.from_numpy(target.values)),
+            recipe.network(X.shape[1], self._widths(), target.outputs),
+            (torch.from_numpy(scaling(X, np.float32)), torch.from_numpy(target.values[rows])),
             target.likelihood,
             Gaussian(1.0) if self.prior is None else self.prior,
             method,
@@ -125,7 +131,7 @@ class PrivateBayes(BaseEstimator):
         self.temperature_, self.threshold_, statement = held.found(
             self._in_double(posterior) if held else posterior,
             later,
-            *((torch.from_numpy(scaling(rest[part])), torch.from_numpy(values[part]))
+            *((torch.from_numpy(scaling(rest[part])), torch.from_numpy(target.values[part]))
               for part in (parts.temper, parts.cover)),
             ledger,
             self.samples,
@@ -147,7 +153,7 @@ class PrivateBayes(BaseEstimator):
         X = as_array(X)
         with in_a_line("remove or mend those rows", X, show=self.on_bad_rows == "show"):
             X = validate_data(self, X, reset=False, dtype=np.float64)
-        inputs = torch.from_numpy(Scaling(*self.bounds_)(X))
+        inputs = torch.from_numpy(Scaling(*self.bounds_, self._standard())(X))
         posterior = self._in_double(self.posterior_)
         found = posterior.predict(inputs, self.samples, seed=self.seed_)
         if self.temperature_ is not None:
@@ -174,7 +180,7 @@ class PrivateBayes(BaseEstimator):
 
     @property
     def diagnostics_(self) -> Any:
-        """How well the chain has mixed (`dpbnn.evaluation.Diagnostics`); None if there is none.
+        """How well a Markov chain has mixed (`dpbnn.evaluation.Diagnostics`); None without one.
 
         Computed from the network's outputs at 256 inputs drawn uniformly within the bounds, which
         are public; no data is looked at.
@@ -182,12 +188,14 @@ class PrivateBayes(BaseEstimator):
         check_is_fitted(self)
         iterates = getattr(self.posterior_, "iterates", None)
         chains = getattr(self.method, "chains", 1)
-        if iterates is None or len(iterates) // chains < 8:
+        chain = recipes.is_chain(self.posterior_.settings["method"])
+        if not chain or iterates is None or len(iterates) // chains < 8:
             return None
         from dpbnn.evaluation.diagnostics import diagnose
 
         drawn = np.random.default_rng(0).uniform(-1, 1, (256, self.n_features_in_))
-        return diagnose(self.posterior_, drawn)
+        unit = Scaling(np.float64(-1), np.float64(1), self._standard())
+        return diagnose(self.posterior_, unit(drawn))
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the fitted estimator to a folder: JSON and safetensors, no pickle.
@@ -280,21 +288,6 @@ class PrivateBayes(BaseEstimator):
             raise ValueError(f"method={self.method!r}: is for regression; use 'sgld', say")
         return recipe, None
 
-    def _validated(self, X: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
-        X, y = as_array(X), as_array(y, "y")
-        options = {"dtype": [np.float64, np.float32], "ensure_min_samples": 2}
-        cure = "remove or mend those rows, or pass on_bad_rows='zero' to let them contribute"
-        numbers, show = y if self._regression else None, self.on_bad_rows == "show"
-        with in_a_line(f"{cure} nothing", X, numbers, show=show):
-            if self.on_bad_rows != "zero":
-                found, y = validate_data(self, X, y, y_numeric=self._regression, **options)
-                return found, y.astype(np.float64) if self._regression else y
-            found = check_array(as_numbers(X), ensure_all_finite=False, **options)
-            validate_data(self, X, skip_check_array=True)  # takes names and number of columns
-            y = column_or_1d(as_numbers(y) if self._regression else y, warn=True)
-            check_consistent_length(found, y)
-        return found, y
-
     def _check_settings(self) -> None:
         """Raise for invalid settings, before anything is spent."""
         names = ("epsilon", "delta", "batch_size", "epochs", "clip", "learning_rate")
@@ -347,23 +340,32 @@ class PrivateBayes(BaseEstimator):
         return Ledger(self.ledger, epsilon=self.epsilon, delta=delta)
 
     def _plans(
-        self, n: int, delta: float, later: tuple[Plan | None, ...]
-    ) -> tuple[Plan | None, Plan]:
-        """Return the plans of private bounds, if they are asked for, and of the training.
+        self,
+        shape: tuple[int, int],
+        delta: float,
+        later: tuple[Plan | None, ...],
+        recipe: recipes.Recipe,
+    ) -> tuple[Plan | None, Plan | None, Plan]:
+        """Return the plans of private bounds, of the standardisation, and of the training.
 
         Args:
-            n: number of rows for the training.
+            shape: rows for the training, and columns.
             delta: of all together.
             later: plans of what is spent after the training.
+            recipe: of the method.
         """
-        statistics = None
+        n, columns = shape
+        statistics = standard = None
         if isinstance(self.bounds, str) and self.epsilon is not None:
             statistics = recipes.solved_plan(
                 epsilon=SHARE * self.epsilon, delta=delta, n=n, sampling="full-batch", steps=1
             )
-        beside = tuple(plan for plan in (statistics, *later) if plan is not None)
+        if recipe.standardise and self.epsilon is not None:
+            weights = recipes.weights(columns, self._regression)
+            standard = recipes.standardising_plan(n, weights, self.epsilon, delta)
+        beside = tuple(plan for plan in (statistics, standard, *later) if plan is not None)
         plan = recipes.settled_plan(n, self.epsilon, delta, self.batch_size, self.epochs, beside)
-        return statistics, plan
+        return statistics, standard, plan
 
     def _scaling(
         self, X: np.ndarray, statistics: Plan | None, plan: Plan, ledger: Ledger
@@ -388,6 +390,36 @@ class PrivateBayes(BaseEstimator):
         if self.bounds is None or isinstance(self.bounds, str):
             return Scaling.learned(X)
         return parsed_bounds(self.bounds, X.shape[1], getattr(self, "feature_names_in_", None))
+
+    def _standardised(
+        self, scaling: Scaling, X: np.ndarray, target: Target, rows: Any, start: float, *paid: Any
+    ) -> tuple[Scaling, Target]:
+        """Return scaling and targets, standardised; what is released for it is paid for here.
+
+        Args:
+            scaling: to [-1, 1].
+            X: inputs of the rows for the training.
+            target: of all rows.
+            rows: which of them are for the training.
+            start: log-variance at which a noise begins.
+            *paid: plan and ledger of the releases.
+        """
+        values, count = scaling(X, np.float32), X.shape[1]
+        known = None
+        if self._regression:
+            values = np.concatenate([values, target.values[rows]], 1)
+        else:
+            known = torch.from_numpy(target.values[rows] >= 0)
+        weights = recipes.weights(count, self._regression)
+        found = recipes.standardisation(values, weights, self.epsilon, *paid, known)
+        own = Standardisation(found.centre[:count], found.spread[:count])
+        self.standardisation_ = (own.centre, own.spread)
+        target = self._shifted(target, found.centre[count:], found.spread[count:], start)
+        return dataclasses.replace(scaling, standard=own), target
+
+    def _standard(self) -> Standardisation | None:
+        found = self.standardisation_
+        return None if found is None else Standardisation(*found)
 
     def _stamped(self, statement: PrivacyStatement, earlier: int) -> PrivacyStatement:
         """Return the statement, with a caveat where earlier fits may have chosen the settings."""

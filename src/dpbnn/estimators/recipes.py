@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from dpbnn import methods
+from dpbnn.data.standardising import (
+    RELEASES,
+    Standardisation,
+    noise_of_means,
+    private_standardisation,
+)
 from dpbnn.methods.method import Method
 from dpbnn.methods.sgld import Langevin
 from dpbnn.networks import mlp
+from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan, open_plan, plan
 
 __all__ = ["METHODS", "Recipe", "default_delta"]
@@ -27,6 +36,10 @@ _ALL = 2048  # rows up to which every step uses all of them
 _FEW = 400  # rows below which a classifier's steps shrink with n, so that its clip does not
 _NOISE = 0.25  # std of scaled targets below which step sizes shrink with it
 _KEPT = 100  # stored iterates of a chain, from its second half
+_STANDARD = 0.1  # share of mu^2 for the standardisation
+_CLIP = (3.0, 0.2)  # smallest clip of standardised columns, and its rise with mu sqrt(n)
+_ENOUGH = 400.0  # m of `_told` below which a regressor's steps shrink
+_HIDDEN = 0.25  # noise in a mean, in units of half the bounds, that hides what a column is like
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +54,8 @@ class Recipe:
         options: further settings.
         dropout: of the network.
         classifies: whether it has a likelihood for classes.
+        standardise: whether columns are standardised by a private release, and the network has a
+            linear path and starts at 0; step sizes of the others go with inputs in [-1, 1].
     """
 
     method: type[Method]
@@ -49,6 +64,15 @@ class Recipe:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     dropout: float = 0.0
     classifies: bool = True
+    standardise: bool = False
+
+    def network(
+        self, features: int, hidden: tuple[int, ...], outputs: int
+    ) -> Callable[[], torch.nn.Module]:
+        """Return what builds the network."""
+        if self.standardise:
+            return functools.partial(_table_network, features, hidden, outputs, self.dropout)
+        return functools.partial(mlp, features, hidden, outputs, self.dropout)
 
     @property
     def langevin(self) -> bool:
@@ -83,9 +107,11 @@ class Recipe:
                 )
             return self.method(**options, **({} if clip is None else {"clip": clip}))
         if not self.langevin:
-            if clip is not None:
-                options["clip"] = clip
+            if clip is not None or self.standardise:
+                options["clip"] = clip or _table_clip(plan)
             rate = rate or (self.regression_rate if regression else self.rate)
+            if regression and self.standardise and learning_rate is None:
+                rate *= math.sqrt(min(1.0, _told(plan) / _ENOUGH))
             return self.method(learning_rate=rate, **options)  # type: ignore[call-arg]
         options |= {"keep": _KEPT, "thin": max(1, plan.steps // (2 * _KEPT))}
         if rate is None and clip is not None and plan.private:
@@ -103,18 +129,56 @@ class Recipe:
         return self.regression_rate * factor / n
 
 
+def _told(plan: Plan) -> float:
+    """Return m = b sqrt(T) / sigma, where a run's mean gradient has noise clip/m.
+
+    It is n mu where all rows are in every step.
+    """
+    if not plan.private:
+        return math.inf
+    return plan.batch_size * math.sqrt(plan.steps) / plan.noise_multiplier
+
+
+def noise_start(plan: Plan) -> float:
+    """Return the log-variance at which a regressor's noise begins, in spreads of the target.
+
+    It is -2, and nearer to 0 where there is too little budget to learn much.
+    """
+    return -2.0 * math.sqrt(min(1.0, _told(plan) / _ENOUGH))
+
+
+def _table_clip(plan: Plan) -> float:
+    """Return the clip for standardised columns: it rises with the budget, to bias less."""
+    return max(_CLIP[0], _CLIP[1] * _told(plan) / math.sqrt(plan.n)) if plan.private else _CLIP[0]
+
+
 _ADAM = {"optimizer": "adam", "average": "polyak", "clip": 3.0}
+_PATH = {"optimizer": "adam", "schedule": "linear", "keep": 25}
 
 METHODS: dict[str, Recipe] = {
+    "auto": Recipe(methods.SGD, 0.02, 0.02, _PATH, standardise=True),
     "sgld": Recipe(methods.SGLD, 0.25, 0.05),
     "sghmc": Recipe(methods.SGHMC, 0.0125, 0.0025),
-    "sgd": Recipe(methods.SGD, 0.02, 0.02, _ADAM),
-    "bbp": Recipe(methods.BBP, 0.02, 0.02, _ADAM),
-    "vi": Recipe(methods.VI, 0.02, 0.02, _ADAM),
-    "mcdropout": Recipe(methods.MCDropout, 0.02, 0.02, _ADAM, dropout=0.1),
-    "moments": Recipe(methods.Moments, None, None, {"target_bound": 1.0}),
+    "sgd": Recipe(methods.SGD, 0.02, 0.02, _ADAM, standardise=True),
+    "bbp": Recipe(methods.BBP, 0.02, 0.02, _ADAM, standardise=True),
+    "vi": Recipe(methods.VI, 0.02, 0.02, _ADAM, standardise=True),
+    "mcdropout": Recipe(methods.MCDropout, 0.02, 0.02, _ADAM, dropout=0.1, standardise=True),
+    "moments": Recipe(methods.Moments, None, None, standardise=True),
     "sep": Recipe(methods.SEP, None, None, classifies=False),
 }
+
+
+def _table_network(
+    features: int, hidden: tuple[int, ...], outputs: int, dropout: float
+) -> torch.nn.Module:
+    """Return a network with a linear path beside its hidden layers, which starts at 0.
+
+    A budget too small to learn anything leaves it near 0, which predicts the base rate.
+    """
+    network = mlp(features, hidden, outputs, dropout, linear_path=True)
+    for parameter in network[-1].parameters():
+        torch.nn.init.zeros_(parameter)
+    return network
 
 
 def default_delta(n: int) -> float:
@@ -122,11 +186,53 @@ def default_delta(n: int) -> float:
     return min(1e-5, 1 / (10 * n))
 
 
-def network(
-    features: int, hidden: tuple[int, ...], outputs: int, dropout: float
-) -> Callable[[], torch.nn.Module]:
-    """Return what builds the network."""
-    return functools.partial(mlp, features, hidden, outputs, dropout)
+def standardisation(
+    values: np.ndarray,
+    weights: np.ndarray,
+    epsilon: float | None,
+    plan: Plan | None,
+    ledger: Ledger,
+    keep: torch.Tensor | None,
+) -> Standardisation:
+    """Return the standardisation of columns in [-1, 1].
+
+    Args:
+        values: [rows, columns].
+        weights: of the columns.
+        epsilon: None learns it from the values, WITHOUT privacy.
+        plan: from `standardising_plan`; None takes the one that looks at no data.
+        ledger: where the releases are recorded.
+        keep: false for rows that add nothing.
+    """
+    if epsilon is None:
+        return Standardisation.learned(values)
+    if plan is None:
+        return Standardisation.public(values.shape[1])
+    return private_standardisation(values, weights, plan=plan, ledger=ledger, keep=keep)
+
+
+def is_chain(name: str) -> bool:
+    """Return whether the method of that name samples by a Markov chain."""
+    return name in METHODS and METHODS[name].langevin
+
+
+def weights(columns: int, regression: bool) -> np.ndarray:
+    """Return the weights of a private standardisation; the target, which comes last, has more."""
+    inputs = np.ones(columns)
+    return np.append(inputs, max(1.0, columns**0.5 / 2)) if regression else inputs
+
+
+def standardising_plan(n: int, weights: np.ndarray, epsilon: float, delta: float) -> Plan | None:
+    """Return the plan of a private standardisation; None where noise would hide every column.
+
+    It costs a tenth of mu^2, where mu is that of one Gaussian release for the whole budget.
+    """
+    common: dict[str, Any] = {"delta": delta, "n": n, "sampling": "full-batch"}
+    whole = solved_plan(epsilon=epsilon, steps=1, **common)
+    sigma = whole.noise_multiplier * math.sqrt(RELEASES / _STANDARD)
+    if noise_of_means(n, sigma, weights).min() > _HIDDEN:
+        return None
+    return solved_plan(noise_multiplier=sigma, steps=RELEASES, **common)
 
 
 def settled_plan(

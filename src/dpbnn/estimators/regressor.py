@@ -11,7 +11,7 @@ from sklearn.utils.validation import column_or_1d
 
 from dpbnn.estimators.estimator import PrivateBayes, Target
 from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, parsed_bounds
-from dpbnn.likelihoods import Gaussian
+from dpbnn.likelihoods import Gaussian, LearnedNoiseGaussian
 from dpbnn.predictive import Predictive, RealPredictive
 
 __all__ = ["PrivateBayesRegressor"]
@@ -20,8 +20,8 @@ __all__ = ["PrivateBayesRegressor"]
 class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
     """A Bayesian network for a number, trained under differential privacy.
 
-    Targets are clipped to their bounds and scaled to [-1, 1]; the noise of the observations is
-    learned. Predictions are in the original units.
+    Targets are clipped to their bounds, scaled to [-1, 1], and standardised with the inputs; the
+    noise of the observations is learned. Predictions are in the original units.
 
     Args:
         method: as in `PrivateBayesClassifier`, like all that is not named here.
@@ -40,7 +40,7 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
 
     def __init__(
         self,
-        method: Any = "sgld",
+        method: Any = "auto",
         *,
         epsilon: float | None = 1.0,
         delta: float | None = None,
@@ -120,6 +120,7 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
                 "target_bounds=(low, high) from public knowledge"
             )
         self.target_bounds_ = (float(scaling.low), float(scaling.high))
+        self.target_standardisation_ = (0.0, 1.0)
         noise = None if self.noise_std is None else self.noise_std / float(scaling.half)
         return Target(scaling(y.astype(np.float64))[:, None], 1, Gaussian(noise))
 
@@ -128,7 +129,20 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         assert isinstance(predictive, RealPredictive)
         low, high = self.target_bounds_
         scaling = Scaling(np.float64(low), np.float64(high))
-        middle, half = float(scaling.middle), float(scaling.half)
+        centre, spread = self.target_standardisation_
+        half = float(scaling.half) * spread
+        middle = float(scaling.middle) + float(scaling.half) * centre
         return RealPredictive(
             predictive.means.double() * half + middle, predictive.variances.double() * half**2
         )
+
+    def _shifted(
+        self, target: Target, centre: np.ndarray, spread: np.ndarray, start: float
+    ) -> Target:
+        self.target_standardisation_ = (float(centre[0]), float(spread[0]))
+        likelihood: Any = target.likelihood
+        if likelihood.noise_std is not None:
+            likelihood = Gaussian(likelihood.noise_std / float(spread[0]))
+        elif self.method == "auto":
+            likelihood = LearnedNoiseGaussian(start=start)
+        return Target((target.values - centre) / spread, 1, likelihood)

@@ -1,4 +1,4 @@
-"""Public bounds of numbers, and the scaling that follows from them."""
+"""Tables of numbers: checked, and scaled by public bounds and released statistics."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from sklearn.base import BaseEstimator
+from sklearn.utils import check_array
+from sklearn.utils.validation import check_consistent_length, column_or_1d, validate_data
 
+from dpbnn.data.standardising import Standardisation
 from dpbnn.messages import SHOWN, alone, as_numbers, kind_of
 from dpbnn.privacy.checks import quoted
 
-__all__ = ["Scaling", "as_array", "in_a_line", "parsed_bounds"]
+__all__ = ["Scaling", "as_array", "in_a_line", "parsed_bounds", "validated"]
 
 _TIMES = ("date", "time", "duration", "period")  # in the names of types that are not numbers
 _BLOCK = 1 << 16  # numbers scaled at once, few enough for the processor's cache
@@ -40,17 +44,23 @@ _PUBLIC = re.compile(  # texts of scikit-learn and NumPy that quote no value
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """Clips numbers to bounds (l, h) and scales them to [-1, 1]: 2 (clip(x, l, h) - l)/(h - l) - 1.
+    """Clips numbers to bounds (l, h) and scales them to [-1, 1], and standardises them then.
 
-    A column with l = h becomes 0. Values that are not finite become NaN, not a bound.
+        u = 2 (clip(x, l, h) - l)/(h - l) - 1,   z = clip((u - centre)/spread, -limit, limit)
+
+    A column with l = h has u = 0. Values that are not finite become NaN, not a bound.
 
     Attributes:
         low: lower bounds, one or one per column.
         high: upper bounds, likewise.
+        standard: centre and spread of u, public or privately released; None leaves u as it is.
+        limit: largest |z|.
     """
 
     low: np.ndarray
     high: np.ndarray
+    standard: Standardisation | None = None
+    limit: float = 4.0
 
     @classmethod
     def learned(cls, values: np.ndarray) -> Scaling:
@@ -71,7 +81,7 @@ class Scaling:
         return np.where(width > 0, width, 1.0)
 
     def __call__(self, values: np.ndarray, dtype: type = np.float64) -> np.ndarray:
-        """Return values clipped to the bounds and scaled to [-1, 1].
+        """Return values clipped to the bounds, scaled to [-1, 1], and standardised.
 
         Args:
             values: the numbers; returned without a copy if scaling changes nothing.
@@ -87,13 +97,17 @@ class Scaling:
             block -= self.middle
             block /= self.half
             np.clip(block, -1.0, 1.0, out=block)
+            if self.standard is not None:
+                block -= self.standard.centre
+                block /= self.standard.spread
+                np.clip(block, -self.limit, self.limit, out=block)
             block[~np.isfinite(part)] = np.nan
             scaled[start : start + step] = block
         return scaled
 
     def _keeps(self, values: np.ndarray, dtype: type) -> bool:
         """Return whether scaling would change nothing."""
-        unit = bool((self.low == -1.0).all() and (self.high == 1.0).all())
+        unit = self.standard is None and bool((self.low == -1).all() and (self.high == 1).all())
         usable = values.dtype == dtype and values.flags.writeable and values.size > 0
         return unit and usable and bool(values.min() >= -1.0 and values.max() <= 1.0)
 
@@ -121,6 +135,33 @@ def as_array(values: Any, name: str = "X") -> Any:
                 f"fixed date"
             )
     return values
+
+
+def validated(
+    estimator: BaseEstimator, X: Any, y: Any, regression: bool, on_bad_rows: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a table of numbers and its targets; set what scikit-learn wants to know of them.
+
+    Args:
+        estimator: that is fitted to them.
+        X: inputs.
+        y: targets.
+        regression: whether targets are numbers.
+        on_bad_rows: as in `dpbnn.fit`.
+    """
+    X, y = as_array(X), as_array(y, "y")
+    options = {"dtype": [np.float64, np.float32], "ensure_min_samples": 2}
+    cure = "remove or mend those rows, or pass on_bad_rows='zero' to let them contribute"
+    numbers, show = y if regression else None, on_bad_rows == "show"
+    with in_a_line(f"{cure} nothing", X, numbers, show=show):
+        if on_bad_rows != "zero":
+            found, y = validate_data(estimator, X, y, y_numeric=regression, **options)
+            return found, y.astype(np.float64) if regression else y
+        found = check_array(as_numbers(X), ensure_all_finite=False, **options)
+        validate_data(estimator, X, skip_check_array=True)  # takes names and number of columns
+        y = column_or_1d(as_numbers(y) if regression else y, warn=True)
+        check_consistent_length(found, y)
+    return found, y
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ __all__ = ["load", "packed", "save", "unpacked", "write"]
 FORMAT, POSTERIOR = "dpbnn-estimator", "posterior"
 _FITTED = (
     "bounds_", "classes_", "target_bounds_", "feature_names_in_", "n_features_in_", "seed_",
-    "temperature_", "threshold_",
+    "standardisation_", "target_standardisation_", "temperature_", "threshold_",
 )  # fmt: skip
 
 
@@ -61,7 +61,8 @@ def load(cls: type, folder: Path, device: str) -> Any:
     classes = {**vars(priors), **vars(methods)}
     params = {name: restored(value, classes) for name, value in manifest["params"].items()}
     estimator = known[manifest["class"]](**params)
-    estimator.temperature_ = estimator.threshold_ = None
+    estimator.temperature_ = estimator.threshold_ = estimator.standardisation_ = None
+    estimator.target_standardisation_ = (0.0, 1.0)
     for name, value in manifest["fitted"].items():
         setattr(estimator, name, restored(value, classes))
     estimator.posterior_ = training.load(folder / POSTERIOR, device=device)

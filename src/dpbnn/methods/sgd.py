@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
+import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from dpbnn.methods.method import Descent, DescentProcess, DescentState, Problem
-from dpbnn.posteriors import PointPosterior, Posterior
+from dpbnn.posteriors import IteratePosterior, IterateWriter, PointPosterior, Posterior
+from dpbnn.privacy.checks import check_count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,13 +24,29 @@ class SGD(Descent):
 
     The prior sits outside the clip, once, and is scaled by the library. An example contributes the
     gradient of its negative log-likelihood, so the sensitivity is the clip.
+
+    Attributes:
+        keep: how many iterates of the last half are kept, evenly spaced; the posterior has equal
+            weight on each of them. 0 returns one point. They are held in memory.
     """
+
+    keep: int = 0
 
     name = "sgd"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count(0, keep=self.keep)
+        if self.keep and self.average is not None:
+            raise ValueError(
+                f"keep={self.keep}, average={self.average!r}: iterates are kept or averaged, not "
+                f"both; leave one of them out"
+            )
+
     def start(self, problem: Problem) -> SGDProcess:
         """Return the process that trains on a problem."""
-        return SGDProcess(self, problem, problem.attach())
+        kind = PathProcess if self.keep else SGDProcess
+        return kind(self, problem, problem.attach())
 
 
 class SGDProcess(DescentProcess):
@@ -43,3 +63,60 @@ class SGDProcess(DescentProcess):
     def posterior(self, state: DescentState, **record: Any) -> Posterior:
         """Return the last iterate, or the average."""
         return PointPosterior(self.final(state), self.problem.likelihood, **record)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PathState(DescentState):
+    """State of `SGD` that keeps iterates.
+
+    Attributes:
+        kept: iterates by parameter, [keep, ...]; those that are still to come are zero.
+    """
+
+    kept: dict[str, Tensor]
+
+
+class PathProcess(SGDProcess):
+    """Equations of `SGD` that keeps iterates."""
+
+    settings: SGD
+
+    def begin(self) -> PathState:
+        """Return the state before the first step."""
+        state = super().begin()
+        count = self._stored(self.problem.steps)
+        kept = {n: p.new_zeros(count, *p.shape) for n, p in state.parameters.items()}
+        return PathState(**vars(state), kept=kept)
+
+    def update(self, state: DescentState, release: Mapping[str, Tensor]) -> DescentState:
+        """Take an optimizer step, and keep the iterate when its turn has come."""
+        state = super().update(state, release)
+        assert isinstance(state, PathState)
+        stored = self._stored(state.steps)
+        if stored > self._stored(state.steps - 1):
+            for name, kept in state.kept.items():
+                kept[stored - 1] = state.parameters[name].detach()
+        return state
+
+    def posterior(self, state: DescentState, **record: Any) -> Posterior:
+        """Return the iterates that were kept; a point where there are none yet."""
+        assert isinstance(state, PathState)
+        count = self._stored(state.steps)
+        if not count:
+            return super().posterior(state, **record)
+        folder = tempfile.TemporaryDirectory(prefix="dpbnn-", ignore_cleanup_errors=True)
+        path = Path(folder.name) / "iterates.safetensors"
+        writer = IterateWriter(path, {n: kept[0] for n, kept in state.kept.items()}, count)
+        for place in range(count):
+            writer.append({name: kept[place] for name, kept in state.kept.items()})
+        writer.close()
+        model = self.problem.rebuilt(state.parameters)
+        found = IteratePosterior(model, self.problem.likelihood, path, **record)
+        weakref.finalize(found, folder.cleanup)
+        return found
+
+    def _stored(self, steps: int) -> int:
+        """Return how many iterates have been kept after so many steps."""
+        first = self.problem.steps // 2
+        last = self.problem.steps - first
+        return max(0, steps - first) * min(self.settings.keep, last) // max(1, last)

@@ -12,9 +12,10 @@ from dpbnn.networks.gaussian import (
 )
 from dpbnn.networks.layers import arguments, attributes, register
 from dpbnn.networks.papers import cnn, mlp, training_mode
-from dpbnn.networks.standard import LearnedNoise, SharedDropout
+from dpbnn.networks.standard import Beside, LearnedNoise, SharedDropout
 
 __all__ = [
+    "Beside",
     "GaussianConv2d",
     "GaussianLayer",
     "GaussianLinear",

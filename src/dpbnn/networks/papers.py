@@ -7,6 +7,8 @@ from itertools import pairwise
 
 from torch import nn
 
+from dpbnn.networks.standard import Beside
+
 __all__ = ["cnn", "mlp", "training_mode"]
 
 
@@ -16,6 +18,7 @@ def mlp(
     outputs: int = 10,
     dropout: float = 0.0,
     activation: Callable[[], nn.Module] = nn.ReLU,
+    linear_path: bool = False,
 ) -> nn.Sequential:
     """Return a multilayer perceptron; the default is the papers' 784-1200-1200-10 with ReLU.
 
@@ -25,12 +28,16 @@ def mlp(
         outputs: number of outputs.
         dropout: probability of dropping a hidden unit, 0 for no dropout layers.
         activation: builds the nonlinearity between layers.
+        linear_path: whether the last layer sees the inputs too, beside the hidden units.
     """
     layers: list[nn.Module] = [nn.Flatten()]
     for rows, columns in pairwise((inputs, *hidden)):
         layers += [nn.Linear(rows, columns), activation()]
         if dropout:
             layers.append(nn.Dropout(dropout))
+    if linear_path and hidden:
+        last = nn.Linear(hidden[-1] + inputs, outputs)
+        return nn.Sequential(layers[0], Beside(*layers[1:]), last)
     return nn.Sequential(*layers, nn.Linear((inputs, *hidden)[-1], outputs))
 
 

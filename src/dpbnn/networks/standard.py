@@ -18,7 +18,7 @@ from dpbnn.networks.gaussian import GaussianConv2d, GaussianLinear
 from dpbnn.networks.layers import Forward, attributes, register
 from dpbnn.networks.pooling import pooling
 
-__all__ = ["LearnedNoise", "SharedDropout"]
+__all__ = ["Beside", "LearnedNoise", "SharedDropout"]
 
 
 def _linear(layer: Any, record: Any) -> Forward:
@@ -159,6 +159,17 @@ def _learned_noise(layer: Any, record: Any) -> Forward:
 
 
 register(LearnedNoise, _learned_noise, saved=lambda m: {"outputs": len(m.log_variance)})
+
+
+class Beside(nn.Sequential):
+    """Layers with their input beside their output: x becomes (layers(x), x), side by side.
+
+    A Linear layer that follows has a linear path to the inputs, beside that through the layers.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (layers(x), x)."""
+        return torch.cat([super().forward(x), x], -1)
 
 
 class SharedDropout(nn.Dropout):

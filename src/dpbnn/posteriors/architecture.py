@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from dpbnn.networks.layers import SAVED, registered
+from dpbnn.networks.standard import Beside
 
-_CONTAINERS: tuple[type[nn.Module], ...] = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_CONTAINERS: tuple[type[nn.Module], ...] = (nn.Sequential, Beside, nn.ModuleList, nn.ModuleDict)
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -58,8 +59,8 @@ def _build(description: Mapping[str, Any]) -> nn.Module:
     kind = known[name]
     if kind in _CONTAINERS:
         children = [(n, _build(child)) for n, child in description["children"]]
-        if kind is nn.Sequential:
-            return nn.Sequential(OrderedDict(children))
+        if issubclass(kind, nn.Sequential):
+            return kind(OrderedDict(children))
         return kind(dict(children)) if kind is nn.ModuleDict else kind(m for _, m in children)
     values = {n: _value(v) for n, v in description["arguments"].items()}
     return kind(**values)

@@ -160,7 +160,7 @@ def linear_layers(model: nn.Module) -> dict[str, LinearMoments]:
     leaves = [
         (path, module)
         for path, module in model.named_modules(remove_duplicate=False)
-        if not isinstance(module, nn.Sequential | nn.Flatten | nn.Identity)
+        if type(module) not in (nn.Sequential, nn.Flatten, nn.Identity)
     ]
     for path, module in leaves:
         if type(module) is not expected:
