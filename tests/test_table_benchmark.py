@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import learners, peers, table_data, tables
 from benchmarks.learners import Predicted
+from benchmarks.results import recorded
 from benchmarks.table_report import Results, report
 
 GENERATED = [*table_data._GENERATORS, *table_data._BUNDLED]
@@ -114,7 +115,7 @@ def job(name, learner, epsilon=1.0, seed=0):
 @pytest.mark.parametrize("name", ["small", "small-numbers"])
 @pytest.mark.parametrize("learner", ["dpbnn", "dpbnn-vi", "base-rate"])
 def test_a_job_gives_a_record_with_all_metrics(name, learner):
-    record = tables.one(job(name, learner))
+    record = recorded(tables.one, job(name, learner))
     assert "error" not in record
     classes = table_data.table(name).classes
     wanted = ("accuracy", "auroc", "nll", "ece")
@@ -126,10 +127,10 @@ def test_a_job_gives_a_record_with_all_metrics(name, learner):
 
 
 def test_a_failure_is_recorded_and_run_again(tmp_path):
-    record = tables.one(job("small", "dpbnn-nothing"))
+    record = recorded(tables.one, job("small", "dpbnn-nothing"))
     assert "nothing" in record["error"]
     results = tmp_path / "results.jsonl"
-    good = tables.one(job("small", "base-rate"))
+    good = recorded(tables.one, job("small", "base-rate"))
     results.write_text(json.dumps(record) + "\n" + json.dumps(good) + '\n{"table": "sm')
     asked = Namespace(learners=["dpbnn-nothing", "base-rate"], epsilons=["1"], seeds=1,
                       tables=["small"], results=results)  # fmt: skip
@@ -176,8 +177,8 @@ def test_peers_run_in_a_process_of_their_own_with_the_public_bounds(tmp_path, mo
     learners._server.cache_clear()
     assert learners.peers_missing(sys.executable) is None
     try:
-        good = tables.one(job("small-numbers", "diffprivlib"))
-        bad = tables.one(job("small", "diffprivlib"))
+        good = recorded(tables.one, job("small-numbers", "diffprivlib"))
+        bad = recorded(tables.one, job("small", "diffprivlib"))
     finally:
         learners._server().kill()
         learners._server.cache_clear()
