@@ -221,6 +221,14 @@ def test_the_report_counts_what_passes_and_what_does_not():
     assert "- large, 0.1 to 1: NLL worse by 0.1" in text
 
 
+def test_a_judged_learner_that_fails_does_not_pass():
+    scored = {"accuracy": 0.9, "auroc": 0.9, "ece": 0.02, "nll": 0.5}
+    failed = job("large", "dpbnn") | {"error": "ValueError: no"}
+    text = report([record("large", "dp-ebm", 1.0, 0, **scored), failed], "dpbnn")
+    assert "| first in NLL | 0 of 1 (not large) |" in text
+    assert "- dpbnn on large: ValueError: no" in text
+
+
 def test_a_rise_within_its_standard_error_is_none():
     one = [record("large", "dpbnn", 0.1, s, nll=0.5) for s in range(4)]
     two = [
