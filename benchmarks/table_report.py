@@ -33,6 +33,7 @@ class Results:
     def __init__(self, records: Iterable[Record]) -> None:
         self.records = [r for r in records if "error" not in r]
         self.failed = [r for r in records if "error" in r]
+        self.broken = {(r["table"], r["learner"], r["epsilon"]) for r in self.failed}
         self._cells: dict[tuple[Any, ...], list[Record]] = {}
         for record in self.records:
             where = (record["table"], record["learner"], record["epsilon"])
@@ -115,6 +116,8 @@ def _near(
         own, best = results.loss(name, judged, epsilon, metric), results.best(name, epsilon, metric)
         if own is not None and best is not None:
             found[name] = own <= best * times + add
+        elif (name, judged, epsilon) in results.broken:
+            found[name] = False
     return found
 
 

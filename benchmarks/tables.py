@@ -12,36 +12,20 @@ longest first.
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import os
 import sys
-import time
-import traceback
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import read, run, waiting
 from benchmarks.table_data import TABLES, present, table
 
 EPSILONS = ("0.1", "0.3", "1", "3", "none")
 FOLDER = Path(__file__).resolve().parents[1]
 
 
-def key(job: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what names a job."""
-    return (job["table"], job["learner"], job["epsilon"], job["seed"])
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a results file, the last one of every job; a torn line is dropped."""
-    found = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        found[key(record)] = record
-    return list(found.values())
+NAMES = ("table", "learner", "epsilon", "seed")
+"""Entries that name a job."""
 
 
 def work(name: str, learner: str) -> float:
@@ -65,7 +49,6 @@ def jobs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             print(f"LEFT OUT: the peers ({problem}); see make bench-tables", file=sys.stderr)
             chosen = [name for name in chosen if name not in learners.PEERS]
     budgets = [None if word == "none" else float(word) for word in arguments.epsilons]
-    done = {key(record) for record in read(arguments.results) if "error" not in record}
     found = [
         {"table": name, "learner": learner, "epsilon": epsilon, "seed": seed}
         for name in present(arguments.tables)
@@ -74,47 +57,21 @@ def jobs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         for seed in range(arguments.seeds)
         if learners.runs(learner, table(name), epsilon)
     ]
-    waiting = [job for job in found if key(job) not in done]
-    return sorted(waiting, key=lambda job: -work(job["table"], job["learner"]))
+    left = waiting(found, arguments.results)
+    return sorted(left, key=lambda job: -work(job["table"], job["learner"]))
 
 
 def one(job: dict[str, Any]) -> dict[str, Any]:
-    """Run a job and return its record; a failure is a record too."""
-    import torch
-
+    """Run a job and return its metrics."""
     from benchmarks import learners
 
-    torch.set_num_threads(1)
     data = table(job["table"])
     split = data.split(job["seed"])
-    record = {**job, "rows": len(split.x), "columns": split.x.shape[1], "classes": data.classes}
-    begin = time.perf_counter()
-    try:
-        found, seconds = learners.predict(job["learner"], data, split, job["epsilon"], job["seed"])
-        record |= learners.scores(data, found, split.y_test)
-        record |= {"seconds": round(seconds, 3), **found.about}
-    except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(where.filename).name}:{where.lineno}"
-        record |= {"error": f"{type(error).__name__}: {error} ({place})", "seconds": 0.0}
-    return record | {"job_seconds": round(time.perf_counter() - begin, 3)}
-
-
-def run(waiting: list[dict[str, Any]], processes: int, results: Path) -> None:
-    """Run jobs in parallel, and write every record as soon as it is there."""
-    begin, failed = time.perf_counter(), 0
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(processes) as pool, results.open("a") as file:
-        for number, record in enumerate(pool.imap_unordered(one, waiting), 1):
-            print(json.dumps(record), file=file, flush=True)
-            if "error" in record:
-                failed += 1
-                print(f"FAILED: {key(record)}: {record['error']}", file=sys.stderr, flush=True)
-            if number % 50 == 0 or number == len(waiting):
-                spent = time.perf_counter() - begin
-                print(f"{number} of {len(waiting)} jobs, {spent:.0f} s", flush=True)
-    if failed:
-        print(f"{failed} jobs FAILED; a second call runs them again", file=sys.stderr)
+    found, seconds = learners.predict(job["learner"], data, split, job["epsilon"], job["seed"])
+    return {
+        "rows": len(split.x), "columns": split.x.shape[1], "classes": data.classes,
+        **learners.scores(data, found, split.y_test), "seconds": round(seconds, 3), **found.about,
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -144,12 +101,10 @@ def main() -> None:
     if arguments.render:
         from benchmarks.table_report import report
 
-        print(report(read(arguments.results), arguments.judged))
+        print(report(read(arguments.results, NAMES), arguments.judged))
         return
-    for name in ("OMP", "OPENBLAS", "MKL"):
-        os.environ[f"{name}_NUM_THREADS"] = "1"  # of the processes that are started
     os.environ["PEERS_PYTHON"] = arguments.peers
-    run(jobs(arguments), arguments.jobs, arguments.results)
+    run(one, jobs(arguments), arguments.jobs, arguments.results)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import learners, peers, table_data, tables
 from benchmarks.learners import Predicted
+from benchmarks.results import recorded
 from benchmarks.table_report import Results, report
 
 GENERATED = [*table_data._GENERATORS, *table_data._BUNDLED]
@@ -114,7 +115,7 @@ def job(name, learner, epsilon=1.0, seed=0):
 @pytest.mark.parametrize("name", ["small", "small-numbers"])
 @pytest.mark.parametrize("learner", ["dpbnn", "dpbnn-vi", "base-rate"])
 def test_a_job_gives_a_record_with_all_metrics(name, learner):
-    record = tables.one(job(name, learner))
+    record = recorded(tables.one, job(name, learner))
     assert "error" not in record
     classes = table_data.table(name).classes
     wanted = ("accuracy", "auroc", "nll", "ece")
@@ -126,10 +127,10 @@ def test_a_job_gives_a_record_with_all_metrics(name, learner):
 
 
 def test_a_failure_is_recorded_and_run_again(tmp_path):
-    record = tables.one(job("small", "dpbnn-nothing"))
+    record = recorded(tables.one, job("small", "dpbnn-nothing"))
     assert "nothing" in record["error"]
     results = tmp_path / "results.jsonl"
-    good = tables.one(job("small", "base-rate"))
+    good = recorded(tables.one, job("small", "base-rate"))
     results.write_text(json.dumps(record) + "\n" + json.dumps(good) + '\n{"table": "sm')
     asked = Namespace(learners=["dpbnn-nothing", "base-rate"], epsilons=["1"], seeds=1,
                       tables=["small"], results=results)  # fmt: skip
@@ -176,8 +177,8 @@ def test_peers_run_in_a_process_of_their_own_with_the_public_bounds(tmp_path, mo
     learners._server.cache_clear()
     assert learners.peers_missing(sys.executable) is None
     try:
-        good = tables.one(job("small-numbers", "diffprivlib"))
-        bad = tables.one(job("small", "diffprivlib"))
+        good = recorded(tables.one, job("small-numbers", "diffprivlib"))
+        bad = recorded(tables.one, job("small", "diffprivlib"))
     finally:
         learners._server().kill()
         learners._server.cache_clear()
@@ -218,6 +219,14 @@ def test_the_report_counts_what_passes_and_what_does_not():
     assert "0 of 1 (not power 4.3)" in lines["RMSE of power <= 4.25 (epsilon 1)"]
     assert "does not get worse in 1 of 2 steps" in text
     assert "- large, 0.1 to 1: NLL worse by 0.1" in text
+
+
+def test_a_judged_learner_that_fails_does_not_pass():
+    scored = {"accuracy": 0.9, "auroc": 0.9, "ece": 0.02, "nll": 0.5}
+    failed = job("large", "dpbnn") | {"error": "ValueError: no"}
+    text = report([record("large", "dp-ebm", 1.0, 0, **scored), failed], "dpbnn")
+    assert "| first in NLL | 0 of 1 (not large) |" in text
+    assert "- dpbnn on large: ValueError: no" in text
 
 
 def test_a_rise_within_its_standard_error_is_none():
