@@ -11,6 +11,7 @@ from dpbnn.networks.gaussian import (
 )
 from dpbnn.networks.layers import arguments, attributes, register
 from dpbnn.networks.papers import cnn, mlp, training_mode
+from dpbnn.networks.scattering import Scattering
 from dpbnn.networks.standard import LearnedNoise, SharedDropout
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "GaussianLinear",
     "IntegratedLinear",
     "LearnedNoise",
+    "Scattering",
     "SharedDropout",
     "arguments",
     "attributes",

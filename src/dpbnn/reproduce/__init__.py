@@ -27,6 +27,7 @@ PAPERS = {
     "dp-sep": ("dp_sep_mixture", "dp_sep_theorem"),
     "bayesian-dp": ("bayesian_dp",),
     "dp-bbb": ("dp_bbb_items",),
+    "": ("records",),
 }
 """The modules of a paper; their `ITEMS` are functions from `Settings` to `Result`, by name."""
 
@@ -56,9 +57,7 @@ def reproduce(name: str, settings: Settings | None = None) -> Result:
     settings = dataclasses.replace(settings or Settings(), used=[])
     begin = time.monotonic()
     result = known[name](settings)
-    return dataclasses.replace(
-        result, record=_record(name, settings, time.monotonic() - begin)
-    )
+    return dataclasses.replace(result, record=_record(name, settings, time.monotonic() - begin))
 
 
 def _record(name: str, settings: Settings, seconds: float) -> dict[str, Any]:

@@ -28,9 +28,16 @@ def bounds(settings: Settings) -> Result:
     return Result(
         title="DP-BBB: privacy of passes over fixed batches, and of sampled batches",
         columns=(
-            "sigma", "n", "batch", "epochs", "the note: epsilon of one epoch",
-            "fixed batches, zero-out", "fixed batches, replace-one", "Poisson batches (PLD)",
-            "mu Poisson / mu fixed", "sqrt(b/n)",
+            "sigma",
+            "n",
+            "batch",
+            "epochs",
+            "the note: epsilon of one epoch",
+            "fixed batches, zero-out",
+            "fixed batches, replace-one",
+            "Poisson batches (PLD)",
+            "mu Poisson / mu fixed",
+            "sqrt(b/n)",
         ),  # fmt: skip
         rows=tuple(rows),
         notes=(

@@ -218,9 +218,7 @@ def fig1(settings: Settings) -> Result:
     for kind in ("line", "dots"):
         curves.append(Curve("DP-SGLD", [a for a, _ in langevin], [b for _, b in langevin],
                             kind=kind))  # fmt: skip
-    beaten = [
-        any(r[3] <= e and r[4] >= a for r in rows if r[0] == "DP-SGD") for e, a in langevin
-    ]
+    beaten = [any(r[3] <= e and r[4] >= a for r in rows if r[0] == "DP-SGD") for e, a in langevin]
     return Result(
         title="DP-BNN, Figure 1: DP-SGLD within the DP-SGD family, CNN on MNIST",
         columns=("method", "clip", "sigma", "epsilon (PLD)", "accuracy"),

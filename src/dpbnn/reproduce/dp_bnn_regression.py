@@ -212,9 +212,7 @@ def table3(settings: Settings) -> Result:
     rows: list[tuple[Any, ...]] = []
     for name, numbers in PAPER.items():
         for private in (True, False):
-            own = [
-                (c, v) for c, v in found if c["method"] == name and c["private"] is private
-            ]
+            own = [(c, v) for c, v in found if c["method"] == name and c["private"] is private]
             coded = [v for c, v in own if c["protocol"] == "as coded"]
             right = [v for c, v in own if c["protocol"] == "correct"]
             theirs = _median([v["mse"] if "mse" in v else v["last"] for v in coded])
@@ -235,9 +233,16 @@ def table3(settings: Settings) -> Result:
     return Result(
         title="DP-BNN, Table 3: heteroscedastic regression, medians over simulations",
         columns=(
-            "method", "paper: MSE", "as coded: training MSE", "epsilon as coded",
-            "corrected: test MSE", "log-likelihood", "90 % intervals cover",
-            "MSE beyond the training range", "epsilon corrected", "simulations",
+            "method",
+            "paper: MSE",
+            "as coded: training MSE",
+            "epsilon as coded",
+            "corrected: test MSE",
+            "log-likelihood",
+            "90 % intervals cover",
+            "MSE beyond the training range",
+            "epsilon corrected",
+            "simulations",
         ),  # fmt: skip
         rows=tuple(rows),
         notes=(
@@ -304,8 +309,12 @@ def fig4(settings: Settings) -> Result:
     return Result(
         title="DP-BNN, Figure 4: uncertainty on heteroscedastic data",
         columns=(
-            "method", "posterior std, in the range", "posterior std, beyond",
-            "noise std, in the range", "noise std, beyond", "epsilon",
+            "method",
+            "posterior std, in the range",
+            "posterior std, beyond",
+            "noise std, in the range",
+            "noise std, beyond",
+            "epsilon",
         ),  # fmt: skip
         rows=tuple(rows),
         notes=(

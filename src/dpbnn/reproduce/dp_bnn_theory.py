@@ -65,8 +65,15 @@ def privacy(settings: Settings) -> Result:
     return Result(
         title="DP-BNN, appendix C: privacy of the experiments",
         columns=(
-            "run", "sigma", "delta", "paper: GDP", "here: GDP (central limit)", "paper: moments",
-            "here: RDP", "true epsilon (PLD)", "epsilon of passes over fixed batches",
+            "run",
+            "sigma",
+            "delta",
+            "paper: GDP",
+            "here: GDP (central limit)",
+            "paper: moments",
+            "here: RDP",
+            "true epsilon (PLD)",
+            "epsilon of passes over fixed batches",
         ),  # fmt: skip
         rows=tuple(rows),
         notes=(
@@ -130,8 +137,13 @@ def theorem1(settings: Settings) -> Result:
     return Result(
         title="DP-BNN, Theorem 1: DP-SGLD is a member of the DP-SGD family",
         columns=(
-            "SGLD learning rate", "clip", "prior std", "SGD learning rate", "sigma",
-            "epsilon (PLD) without the fixed seed", "largest difference of predictions",
+            "SGLD learning rate",
+            "clip",
+            "prior std",
+            "SGD learning rate",
+            "sigma",
+            "epsilon (PLD) without the fixed seed",
+            "largest difference of predictions",
             "with twice the SGD learning rate",
         ),  # fmt: skip
         rows=tuple(rows),
@@ -200,9 +212,15 @@ def theorem3(settings: Settings) -> Result:
     return Result(
         title=f"DP-BNN, Theorem 3: epsilon of DP-SGLD by batch size, {epochs} epochs",
         columns=(
-            "batch size", "steps", "sigma (Theorem 1)", "mu (Theorem 3)",
-            "epsilon at 1e-3, from mu", "epsilon at 1e-3, simulated", "epsilon at 1e-3, PLD",
-            "epsilon at 1e-5, from mu", "epsilon at 1e-5, PLD",
+            "batch size",
+            "steps",
+            "sigma (Theorem 1)",
+            "mu (Theorem 3)",
+            "epsilon at 1e-3, from mu",
+            "epsilon at 1e-3, simulated",
+            "epsilon at 1e-3, PLD",
+            "epsilon at 1e-5, from mu",
+            "epsilon at 1e-5, PLD",
         ),  # fmt: skip
         rows=tuple(rows),
         notes=(

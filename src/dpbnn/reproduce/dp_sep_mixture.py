@@ -150,9 +150,15 @@ def table1(settings: Settings) -> Result:
     return Result(
         title="DP-SEP, Table 1: a mixture of Gaussians, squared errors of means and covariances",
         columns=(
-            "method", "paper: mean", "paper: covariance", "as coded: mean",
-            "as coded: covariance", "true epsilon as coded", "corrected: mean",
-            "corrected: covariance", "epsilon corrected",
+            "method",
+            "paper: mean",
+            "paper: covariance",
+            "as coded: mean",
+            "as coded: covariance",
+            "true epsilon as coded",
+            "corrected: mean",
+            "corrected: covariance",
+            "epsilon corrected",
         ),  # fmt: skip
         rows=tuple(rows),
         notes=(
@@ -215,8 +221,13 @@ def fig1(settings: Settings) -> Result:
     least = min(row[3] for row in rows[1:])
     return Result(
         title="DP-SEP, Figure 1: posteriors of the means of a mixture",
-        columns=("panel", "mean error", "covariance error", "points put as by the labels",
-                 "epsilon"),  # fmt: skip
+        columns=(
+            "panel",
+            "mean error",
+            "covariance error",
+            "points put as by the labels",
+            "epsilon",
+        ),  # fmt: skip
         rows=tuple(rows),
         notes=(
             f"data of seed {FIRST_SEED}, every {20 if settings.fast else 4}th point, in the plane "

@@ -48,8 +48,13 @@ def theorem41(settings: Settings) -> Result:
     return Result(
         title="DP-SEP, Theorem 4.1: KL from a posterior to its noisy version",
         columns=(
-            "posterior", "noise / lowest eigenvalue", "rho / lowest eigenvalue", "repair",
-            "simulated mean KL", "printed bound", "corrected bound",
+            "posterior",
+            "noise / lowest eigenvalue",
+            "rho / lowest eigenvalue",
+            "repair",
+            "simulated mean KL",
+            "printed bound",
+            "corrected bound",
         ),  # fmt: skip
         rows=tuple(rows),
         notes=(
