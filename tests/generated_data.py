@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import uci
+from dpbnn.reproduce import uci
 from dpbnn.data import Schema, datasets
 from dpbnn.data.download import sha256
 

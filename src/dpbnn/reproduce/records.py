@@ -214,10 +214,9 @@ def records(settings: Settings) -> Result:
     """Our best on MNIST at a true epsilon: wavelets and a linear or Bayesian head; pixels."""
     load = _Loaded(settings, False)
     seeds = range(settings.seed, settings.seed + settings.count(5))
+    load.raw = images(settings)
     cells = [
-        {"run": name, "seed": seed, "images": load(0).name if load.raw else images(settings).name}
-        for name in RECORDS
-        for seed in seeds
+        {"run": name, "seed": seed, "images": load.raw.name} for name in RECORDS for seed in seeds
     ]
 
     def one(cell: dict[str, Any]) -> dict[str, Any]:
