@@ -4,8 +4,9 @@
     python -m benchmarks.uci speed
 
 `tune` runs a list of settings on nine tenths of a split's training data and scores them on the
-rest, so a split's tuning does not see that split's test rows. The settings are shared by all splits,
-though, and the splits overlap: a row that is tested in one split may have been tuned on in another.
+rest, so a split's tuning does not see that split's test rows. The settings are shared by all
+splits, though, and the splits overlap: a row that is tested in one split may have been tuned on in
+another.
 The number of tuning runs is kept beside the settings, in `dpbnn/reproduce/uci.json`, and goes into
 the statement of every private run. `speed` times a pass over data of Protein's size and training on
 data of Year's, both synthetic. `benchmarks.uci_sweep` tunes DP-SEP on a GPU, many settings at once.

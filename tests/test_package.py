@@ -100,17 +100,22 @@ BELOW = {
         "__version__",
     },
     "reproduce": {
+        "calibration",
         "privacy",
         "contributions",
         "data",
         "evaluation",
         "likelihoods",
         "methods",
+        "mixtures",
+        "networks",
         "posteriors",
+        "predictive",
         "priors",
         "report",
         "training",
         "",
+        "__version__",
     },
 }
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 import dpbnn
-
 from dpbnn.reproduce import uci
 
 

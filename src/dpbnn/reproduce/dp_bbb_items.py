@@ -50,7 +50,7 @@ def bounds(settings: Settings) -> Result:
             "Poisson batches (PLD)",
             "mu Poisson / mu fixed",
             "sqrt(b/n)",
-        ),  # fmt: skip
+        ),
         rows=tuple(rows),
         notes=(
             "delta 1e-5. The note's argument that an epoch over fixed disjoint batches touches a "

@@ -282,7 +282,7 @@ def table1(settings: Settings) -> Result:
             "own settings: accuracy without DP",
             "paper: s an epoch (P100)",
             "s an epoch",
-        ),  # fmt: skip
+        ),
         rows=tuple(rows),
         notes=(
             *NOTES,
@@ -360,7 +360,7 @@ def _calibration(settings: Settings, table: str, net: str, paper: dict[Any, Any]
             "MCE as coded without DP",
             "ECE without DP",
             "MCE without DP ",
-        ),  # fmt: skip
+        ),
         rows=tuple(rows),
         notes=(
             *NOTES,

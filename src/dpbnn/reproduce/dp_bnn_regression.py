@@ -1,4 +1,4 @@
-"""DP-BNN on heteroscedastic regression (Table 3, Figure 4): the paper's protocol, and a correct one.
+"""DP-BNN on heteroscedastic regression (Table 3, Figure 4), as coded and correctly.
 
 400 inputs uniform on [-3, 3]; targets are a Gaussian process (RBF, length-scale 1, variance 1) plus
 noise of variance (0.3 x + 0.6)^2. The 250 middle inputs are trained on. The paper prints errors on
@@ -243,7 +243,7 @@ def table3(settings: Settings) -> Result:
             "MSE beyond the training range",
             "epsilon corrected",
             "simulations",
-        ),  # fmt: skip
+        ),
         rows=tuple(rows),
         notes=(
             "epsilon at delta = 1/250, exact for full batches, zero-out; the paper claims 4.21 for "
@@ -315,11 +315,11 @@ def fig4(settings: Settings) -> Result:
             "noise std, in the range",
             "noise std, beyond",
             "epsilon",
-        ),  # fmt: skip
+        ),
         rows=tuple(rows),
         notes=(
-            f"data of seed {seed}, settings of the correct protocol of dp-bnn.table3; bands are two "
-            f"standard deviations; every fifth training point; epsilon at delta = 1/250",
+            f"data of seed {seed}, settings of the correct protocol of dp-bnn.table3; bands are "
+            f"two standard deviations; every fifth training point; epsilon at delta = 1/250",
         ),
         figure=Figure("x", "y", tuple(curves), log=False),
         summary=Summary(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -74,7 +75,7 @@ def privacy(settings: Settings) -> Result:
             "here: RDP",
             "true epsilon (PLD)",
             "epsilon of passes over fixed batches",
-        ),  # fmt: skip
+        ),
         rows=tuple(rows),
         notes=(
             "the central-limit value is an approximation; at the paper's settings it lies below "
@@ -145,7 +146,7 @@ def theorem1(settings: Settings) -> Result:
             "epsilon (PLD) without the fixed seed",
             "largest difference of predictions",
             "with twice the SGD learning rate",
-        ),  # fmt: skip
+        ),
         rows=tuple(rows),
         notes=(
             f"{steps} steps of both on 400 generated records, with the same seeded batches and "
@@ -206,7 +207,7 @@ def theorem3(settings: Settings) -> Result:
     curves = [
         Curve(name, [r[0] for r in rows], [r[4 + i] for r in rows]) for i, name in enumerate(names)
     ]
-    falls = all(a[8] > b[8] for a, b in zip(rows, rows[1:], strict=False))
+    falls = all(a[8] > b[8] for a, b in itertools.pairwise(rows))
     under = all(r[7] < r[8] for r in rows)
     gap = max(abs(r[5] / r[6] - 1) for r in rows)
     return Result(
@@ -221,7 +222,7 @@ def theorem3(settings: Settings) -> Result:
             "epsilon at 1e-3, PLD",
             "epsilon at 1e-5, from mu",
             "epsilon at 1e-5, PLD",
-        ),  # fmt: skip
+        ),
         rows=tuple(rows),
         notes=(
             f"learning rate 5e-6, clip 1.5, n = 60 000; {runs} simulated runs of all steps, "
@@ -291,7 +292,8 @@ def table5(settings: Settings) -> Result:
     """What DP-SGLD, DP-BBP and DP-MC Dropout can do, found by trying (Table 5)."""
     x, y = _data(settings.seed)
     tokens = (torch.arange(400 * 6).reshape(400, 6) % 7, y)
-    private = plan(noise_multiplier=1.0, delta=1e-5, n=400, batch_size=40, steps=100)
+    steps = 5 if settings.fast else 100
+    private = plan(noise_multiplier=1.0, delta=1e-5, n=400, batch_size=40, steps=steps)
     found: dict[str, list[str]] = {}
     for name, model in _MODELS.items():
         made = model.method()
@@ -300,7 +302,7 @@ def table5(settings: Settings) -> Result:
             method = model.method(**s)
             if isinstance(method, SGLD):
                 sigma = method.noise_multipliers(400, 40, 1)[0]
-                budget = plan(noise_multiplier=sigma, delta=1e-5, n=400, batch_size=40, steps=100)
+                budget = plan(noise_multiplier=sigma, delta=1e-5, n=400, batch_size=40, steps=steps)
             else:
                 budget = private
             drop = 0.5 if isinstance(method, MCDropout) else 0.0

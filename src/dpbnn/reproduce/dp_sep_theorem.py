@@ -55,7 +55,7 @@ def theorem41(settings: Settings) -> Result:
             "simulated mean KL",
             "printed bound",
             "corrected bound",
-        ),  # fmt: skip
+        ),
         rows=tuple(rows),
         notes=(
             f"random posteriors of 4 dimensions, {draws} draws of the noise; M = 4 sqrt(v), which "

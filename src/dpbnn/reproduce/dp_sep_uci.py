@@ -58,9 +58,9 @@ PAPER9 = {
     "protein": (-2.945, -2.968, -2.984, -3.020, -3.064, -3.096),
 }
 NOTES = (
-    "private runs: (1, 1e-5)-DP under zero-out, full batches, exact Gaussian accounting; inputs and "
-    "targets scaled by public bounds, written by someone who had seen the ranges; where inputs are "
-    "whitened, the second moments are paid for inside epsilon. References are not private and "
+    "private runs: (1, 1e-5)-DP under zero-out, full batches, exact Gaussian accounting; inputs "
+    "and targets scaled by public bounds, written by someone who had seen the ranges; where inputs "
+    "are whitened, the second moments are paid for inside epsilon. References are not private and "
     "standardised with the training rows, as in the papers",
     "settings were chosen by RMSE on a tenth of the training rows of one to ten splits, outside "
     "epsilon, and are shared by the splits, so that rows tested in one split were tuned on in "
@@ -209,8 +209,7 @@ def table5(settings: Settings) -> Result:
             protocol=", ".join(f"{r[0]} {r[3]}" for r in rows if r[2] and r[3]) or "-",
             corrected=", ".join(f"{r[0]} {r[3]}" for r in rows if not r[2] and r[3]) + " (DP-SGD)",
             epsilon=_spread([r[4] for r in rows if r[4]], 4) or "-",
-            verdict=f"within 10 % of the paper on {', '.join(near) or 'none'} of "
-            f"{', '.join(tried)}"
+            verdict=f"within 10 % of the paper on {', '.join(near) or 'none'} of {', '.join(tried)}"
             if tried
             else "not complete",
         ),

@@ -243,9 +243,18 @@ def records(settings: Settings) -> Result:
     return Result(
         title="Records: the best of each kind on MNIST at a true epsilon",
         columns=(
-            "run", "batch", "epochs", "accuracy", "its std over seeds", "NLL", "ECE untempered",
-            "ECE", "temperature", "epsilon (PLD)", "seeds",
-        ),  # fmt: skip
+            "run",
+            "batch",
+            "epochs",
+            "accuracy",
+            "its std over seeds",
+            "NLL",
+            "ECE untempered",
+            "ECE",
+            "temperature",
+            "epsilon (PLD)",
+            "seeds",
+        ),
         rows=tuple(rows),
         notes=(
             f"images: {cells[0]['images']}; training and temperature are in one ledger; delta "
@@ -267,7 +276,7 @@ def records(settings: Settings) -> Result:
             if met
             else "not complete",
         ),
-    )  # fmt: skip
+    )
 
 
 def records_validation(settings: Settings) -> Result:

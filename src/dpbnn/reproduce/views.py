@@ -35,9 +35,7 @@ class ViewedCategorical(Categorical, name="viewed-categorical"):
     def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the mean over views of log p(y_i | outputs_iv), one number per record."""
         views = outputs.shape[1]
-        each = F.cross_entropy(
-            outputs.flatten(0, 1), y.repeat_interleave(views), reduction="none"
-        )
+        each = F.cross_entropy(outputs.flatten(0, 1), y.repeat_interleave(views), reduction="none")
         return -each.view(-1, views).mean(1)
 
     def predictive(self, outputs: Tensor) -> Predictive:
