@@ -1,4 +1,4 @@
-"""Every table and figure in its fast version, on small generated files; cells; views of a record."""
+"""Every table and figure in its fast version, on generated files; cells; views of a record."""
 
 import json
 import math

@@ -287,6 +287,7 @@ def records_validation(settings: Settings) -> Result:
         for name, grid in GRID.items()
         for setting in grid
     ]
+    cells = cells[::6] if settings.fast else cells
 
     def one(cell: dict[str, Any]) -> dict[str, Any]:
         record = dataclasses.replace(
