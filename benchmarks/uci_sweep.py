@@ -1,4 +1,4 @@
-"""Many DP-SEP settings at once on one GPU, to choose the settings of `benchmarks/uci.json`.
+"""Many DP-SEP settings at once on one GPU, to choose the settings of `dpbnn/reproduce/uci.json`.
 
     python -m benchmarks.uci_sweep grid.json --device cuda --out tuned.jsonl
 
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 import dpbnn
-from benchmarks import uci
 from dpbnn.posteriors.natural import FAR
+from dpbnn.reproduce import uci
 
 Job = dict[str, Any]
 Layers = list[tuple[Tensor, Tensor]]
@@ -111,7 +111,7 @@ class Stack:
     """Runs of DP-SEP on networks of the same widths, with the same number of steps.
 
     Args:
-        jobs: dataset, split and settings, and optionally seed; see `benchmarks.uci`.
+        jobs: dataset, split and settings, and optionally seed; see `dpbnn.reproduce.uci`.
         data: the scaled data of every job.
         device: "cpu" or "cuda".
     """

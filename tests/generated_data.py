@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import uci
 from dpbnn.data import Schema, datasets
 from dpbnn.data.download import sha256
+from dpbnn.reproduce import uci
 
 ROWS = {"mnist": (300, 100), "adult": (2000, 1000), "abalone": (800, 200)}
 """Training and test rows; the regressions have REGRESSION."""

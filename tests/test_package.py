@@ -102,17 +102,22 @@ BELOW = {
         "__version__",
     },
     "reproduce": {
+        "calibration",
         "privacy",
         "contributions",
         "data",
         "evaluation",
         "likelihoods",
         "methods",
+        "mixtures",
+        "networks",
         "posteriors",
+        "predictive",
         "priors",
         "report",
         "training",
         "",
+        "__version__",
     },
 }
 

@@ -12,7 +12,8 @@ from dpbnn.likelihoods import Gaussian as GaussianNoise
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import uci, uci_sweep
+from benchmarks import uci_sweep
+from dpbnn.reproduce import uci
 
 N = 200
 COMMON = {"steps": 8, "open": True, "average": 0.5, "floor": 0.5}

@@ -24,9 +24,10 @@ __all__ = [
 
 PAPERS = {
     "dp-bnn": ("dp_bnn_theory", "dp_bnn_mnist", "dp_bnn_regression", "dp_bnn_figures"),
-    "dp-sep": ("dp_sep_mixture", "dp_sep_theorem"),
+    "dp-sep": ("dp_sep_mixture", "dp_sep_uci", "dp_sep_theorem"),
     "bayesian-dp": ("bayesian_dp",),
     "dp-bbb": ("dp_bbb_items",),
+    "": ("records", "speed"),
 }
 """The modules of a paper; their `ITEMS` are functions from `Settings` to `Result`, by name."""
 
@@ -56,9 +57,7 @@ def reproduce(name: str, settings: Settings | None = None) -> Result:
     settings = dataclasses.replace(settings or Settings(), used=[])
     begin = time.monotonic()
     result = known[name](settings)
-    return dataclasses.replace(
-        result, record=_record(name, settings, time.monotonic() - begin)
-    )
+    return dataclasses.replace(result, record=_record(name, settings, time.monotonic() - begin))
 
 
 def _record(name: str, settings: Settings, seconds: float) -> dict[str, Any]:

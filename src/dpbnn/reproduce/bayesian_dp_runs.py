@@ -23,7 +23,7 @@ from dpbnn.privacy.bayesian import BayesianAccountant
 from dpbnn.privacy.bayesian_costs import attack_probability, moments_epsilon, pair_distances
 from dpbnn.privacy.plan import Plan, open_plan, plan
 from dpbnn.reproduce.masked_sgd import MaskedSGD
-from dpbnn.reproduce.result import Result, Settings
+from dpbnn.reproduce.result import Result, Settings, Summary
 from dpbnn.reproduce.sampled_vi import SampledVI
 from dpbnn.training import fit
 
@@ -70,6 +70,21 @@ def _row(name: str, kind: str, accuracy: float, observer: BayesianAccountant) ->
         here.attack_probability,
         there.epsilon_mu,
         f"{here.order}{' (cap)' if here.at_cap else ''}",
+    )
+
+
+def _summary(paper: str, rows: list[tuple[Any, ...]], protocol: str) -> Summary:
+    private = [row for row in rows if math.isfinite(row[3])]
+    above = sum(row[6] > row[3] for row in private)
+    return Summary(
+        paper=f"{paper} (as recalled, not verified)",
+        protocol=protocol,
+        corrected="; ".join(
+            f"{row[0]}, {row[1]}: {row[2]:.3f}, epsilon_mu {row[6]:.3f}" for row in private
+        ),
+        epsilon=", ".join(dict.fromkeys(f"{row[3]:.3f}" for row in private)),
+        verdict=f"the estimate for typical records is above the true epsilon for all records in "
+        f"{above} of {len(private)} runs",
     )
 
 
@@ -156,6 +171,7 @@ def vi(settings: Settings) -> Result:
             "from draws alone; the paper keeps the mean, and its per-step cost leaves out what a "
             "record did to the mean in earlier steps",
         ),
+        summary=_summary("Abalone 76 %, epsilon_mu 0.61; Adult 81 %, 0.2", rows, "-"),
     )
 
 
@@ -241,6 +257,12 @@ def mnist(settings: Settings) -> Result:
             "record can move a mean that is clipped as a whole by up to 2 C: there is no epsilon "
             "worth the name, and the moments accountant at the paper's sigma 0.1 says so",
             "the paper's values as recalled, not verified: 96 %, epsilon 2.2, epsilon_mu 0.95",
+        ),
+        summary=_summary(
+            "96 %, epsilon_mu 0.95",
+            rows,
+            f"accuracy {paper[2]:.3f}, epsilon_mu {paper[8]:.3f} at order {paper[9]}, epsilon "
+            f"(moments) {paper[5]:.0f}",
         ),
     )
 
@@ -367,5 +389,8 @@ def cifar10(settings: Settings) -> Result:
             *NOTES,
             "clip 1, sigma 0.8, Adam at 0.001; in the paper's code the clip is commented out",
             "the paper's values as recalled, not verified: 73 %, epsilon 8.0, epsilon_mu 0.76",
+        ),
+        summary=_summary(
+            "73 %, epsilon_mu 0.76", [_row(name, "last layer", accuracy, observer)], "-"
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import time
@@ -95,10 +96,8 @@ def versions() -> dict[str, str]:
     """Return the versions that a number depends on."""
     found = {"dpbnn": dpbnn.__version__, "python": platform.python_version()}
     found |= {"torch": torch.__version__, "numpy": np.__version__}
-    try:
+    with contextlib.suppress(PackageNotFoundError):
         found["dp-accounting"] = version("dp-accounting")
-    except PackageNotFoundError:
-        pass
     return found
 
 

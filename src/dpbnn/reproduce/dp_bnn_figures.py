@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from dpbnn import evaluation
 from dpbnn.methods import SGD, SGLD
 from dpbnn.privacy.langevin import sgld_noise_multiplier
 from dpbnn.reproduce.cells import Cells
-from dpbnn.reproduce.dp_bnn_mnist import EASY, HARD, N, NAMES, cell_of, found, mean_of, trained
+from dpbnn.reproduce.dp_bnn_mnist import EASY, HARD, NAMES, N, cell_of, found, mean_of, trained
 from dpbnn.reproduce.images import Images, images
 from dpbnn.reproduce.result import Curve, Figure, Result, Settings, Summary
 
@@ -218,9 +219,7 @@ def fig1(settings: Settings) -> Result:
     for kind in ("line", "dots"):
         curves.append(Curve("DP-SGLD", [a for a, _ in langevin], [b for _, b in langevin],
                             kind=kind))  # fmt: skip
-    beaten = [
-        any(r[3] <= e and r[4] >= a for r in rows if r[0] == "DP-SGD") for e, a in langevin
-    ]
+    beaten = [any(r[3] <= e and r[4] >= a for r in rows if r[0] == "DP-SGD") for e, a in langevin]
     return Result(
         title="DP-BNN, Figure 1: DP-SGLD within the DP-SGD family, CNN on MNIST",
         columns=("method", "clip", "sigma", "epsilon (PLD)", "accuracy"),
@@ -265,7 +264,7 @@ def fig2(settings: Settings) -> Result:
                for g in groups[name])]  # fmt: skip
         rows += [(kind, c["batch"], c["rate"], v["epsilon"], v["accuracy"]) for c, v in own]
         epsilons = [v["epsilon"] for c, v in sorted(own, key=lambda p: p[0][key])]
-        steps = list(zip(epsilons, epsilons[1:], strict=False))
+        steps = list(itertools.pairwise(epsilons))
         ways[name] = "rises" if all(a < b for a, b in steps) else "falls" if all(
             a > b for a, b in steps) else "mixed"  # fmt: skip
         at = [(v["epsilon"], v["accuracy"]) for _, v in own]

@@ -269,11 +269,20 @@ def table1(settings: Settings) -> Result:
     return Result(
         title="DP-BNN, Table 1: test accuracy on MNIST",
         columns=(
-            "method", "prior", "network", "paper: DP accuracy", "paper's settings: DP accuracy",
-            "epsilon (PLD)", "own settings: DP accuracy", "NLL", "epsilon (PLD) ",
-            "paper: accuracy without DP", "own settings: accuracy without DP",
-            "paper: s an epoch (P100)", "s an epoch",
-        ),  # fmt: skip
+            "method",
+            "prior",
+            "network",
+            "paper: DP accuracy",
+            "paper's settings: DP accuracy",
+            "epsilon (PLD)",
+            "own settings: DP accuracy",
+            "NLL",
+            "epsilon (PLD) ",
+            "paper: accuracy without DP",
+            "own settings: accuracy without DP",
+            "paper: s an epoch (P100)",
+            "s an epoch",
+        ),
         rows=tuple(rows),
         notes=(
             *NOTES,
@@ -291,7 +300,12 @@ def table1(settings: Settings) -> Result:
 
 
 def _line(by: dict[Any, tuple[Any, ...]], column: int) -> str:
-    wanted = [("SGLD", "gaussian"), ("BBP", "gaussian"), ("MC Dropout", "gaussian"), ("SGD", "none")]
+    wanted = [
+        ("SGLD", "gaussian"),
+        ("BBP", "gaussian"),
+        ("MC Dropout", "gaussian"),
+        ("SGD", "none"),
+    ]
     return ", ".join(f"{n} {_short(by[n, p, 'MLP'][column])}" for n, p in wanted)
 
 
@@ -330,11 +344,23 @@ def _calibration(settings: Settings, table: str, net: str, paper: dict[Any, Any]
     return Result(
         title=f"DP-BNN, {table}: calibration on MNIST, {net.upper()}",
         columns=(
-            "method", "prior", "paper: DP-ECE", "paper: DP-MCE", "paper's settings: gap",
-            "MCE as coded", "epsilon (PLD)", "own settings: ECE", "MCE", "epsilon (PLD) ",
-            "paper: ECE without DP", "paper: MCE without DP", "gap without DP",
-            "MCE as coded without DP", "ECE without DP", "MCE without DP ",
-        ),  # fmt: skip
+            "method",
+            "prior",
+            "paper: DP-ECE",
+            "paper: DP-MCE",
+            "paper's settings: gap",
+            "MCE as coded",
+            "epsilon (PLD)",
+            "own settings: ECE",
+            "MCE",
+            "epsilon (PLD) ",
+            "paper: ECE without DP",
+            "paper: MCE without DP",
+            "gap without DP",
+            "MCE as coded without DP",
+            "ECE without DP",
+            "MCE without DP ",
+        ),
         rows=tuple(rows),
         notes=(
             *NOTES,

@@ -1,4 +1,4 @@
-"""DP-BNN on heteroscedastic regression (Table 3, Figure 4): the paper's protocol, and a correct one.
+"""DP-BNN on heteroscedastic regression (Table 3, Figure 4), as coded and correctly.
 
 400 inputs uniform on [-3, 3]; targets are a Gaussian process (RBF, length-scale 1, variance 1) plus
 noise of variance (0.3 x + 0.6)^2. The 250 middle inputs are trained on. The paper prints errors on
@@ -212,9 +212,7 @@ def table3(settings: Settings) -> Result:
     rows: list[tuple[Any, ...]] = []
     for name, numbers in PAPER.items():
         for private in (True, False):
-            own = [
-                (c, v) for c, v in found if c["method"] == name and c["private"] is private
-            ]
+            own = [(c, v) for c, v in found if c["method"] == name and c["private"] is private]
             coded = [v for c, v in own if c["protocol"] == "as coded"]
             right = [v for c, v in own if c["protocol"] == "correct"]
             theirs = _median([v["mse"] if "mse" in v else v["last"] for v in coded])
@@ -235,10 +233,17 @@ def table3(settings: Settings) -> Result:
     return Result(
         title="DP-BNN, Table 3: heteroscedastic regression, medians over simulations",
         columns=(
-            "method", "paper: MSE", "as coded: training MSE", "epsilon as coded",
-            "corrected: test MSE", "log-likelihood", "90 % intervals cover",
-            "MSE beyond the training range", "epsilon corrected", "simulations",
-        ),  # fmt: skip
+            "method",
+            "paper: MSE",
+            "as coded: training MSE",
+            "epsilon as coded",
+            "corrected: test MSE",
+            "log-likelihood",
+            "90 % intervals cover",
+            "MSE beyond the training range",
+            "epsilon corrected",
+            "simulations",
+        ),
         rows=tuple(rows),
         notes=(
             "epsilon at delta = 1/250, exact for full batches, zero-out; the paper claims 4.21 for "
@@ -304,13 +309,17 @@ def fig4(settings: Settings) -> Result:
     return Result(
         title="DP-BNN, Figure 4: uncertainty on heteroscedastic data",
         columns=(
-            "method", "posterior std, in the range", "posterior std, beyond",
-            "noise std, in the range", "noise std, beyond", "epsilon",
-        ),  # fmt: skip
+            "method",
+            "posterior std, in the range",
+            "posterior std, beyond",
+            "noise std, in the range",
+            "noise std, beyond",
+            "epsilon",
+        ),
         rows=tuple(rows),
         notes=(
-            f"data of seed {seed}, settings of the correct protocol of dp-bnn.table3; bands are two "
-            f"standard deviations; every fifth training point; epsilon at delta = 1/250",
+            f"data of seed {seed}, settings of the correct protocol of dp-bnn.table3; bands are "
+            f"two standard deviations; every fifth training point; epsilon at delta = 1/250",
         ),
         figure=Figure("x", "y", tuple(curves), log=False),
         summary=Summary(

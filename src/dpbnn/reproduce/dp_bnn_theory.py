@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -65,9 +66,16 @@ def privacy(settings: Settings) -> Result:
     return Result(
         title="DP-BNN, appendix C: privacy of the experiments",
         columns=(
-            "run", "sigma", "delta", "paper: GDP", "here: GDP (central limit)", "paper: moments",
-            "here: RDP", "true epsilon (PLD)", "epsilon of passes over fixed batches",
-        ),  # fmt: skip
+            "run",
+            "sigma",
+            "delta",
+            "paper: GDP",
+            "here: GDP (central limit)",
+            "paper: moments",
+            "here: RDP",
+            "true epsilon (PLD)",
+            "epsilon of passes over fixed batches",
+        ),
         rows=tuple(rows),
         notes=(
             "the central-limit value is an approximation; at the paper's settings it lies below "
@@ -130,10 +138,15 @@ def theorem1(settings: Settings) -> Result:
     return Result(
         title="DP-BNN, Theorem 1: DP-SGLD is a member of the DP-SGD family",
         columns=(
-            "SGLD learning rate", "clip", "prior std", "SGD learning rate", "sigma",
-            "epsilon (PLD) without the fixed seed", "largest difference of predictions",
+            "SGLD learning rate",
+            "clip",
+            "prior std",
+            "SGD learning rate",
+            "sigma",
+            "epsilon (PLD) without the fixed seed",
+            "largest difference of predictions",
             "with twice the SGD learning rate",
-        ),  # fmt: skip
+        ),
         rows=tuple(rows),
         notes=(
             f"{steps} steps of both on 400 generated records, with the same seeded batches and "
@@ -194,16 +207,22 @@ def theorem3(settings: Settings) -> Result:
     curves = [
         Curve(name, [r[0] for r in rows], [r[4 + i] for r in rows]) for i, name in enumerate(names)
     ]
-    falls = all(a[8] > b[8] for a, b in zip(rows, rows[1:], strict=False))
+    falls = all(a[8] > b[8] for a, b in itertools.pairwise(rows))
     under = all(r[7] < r[8] for r in rows)
     gap = max(abs(r[5] / r[6] - 1) for r in rows)
     return Result(
         title=f"DP-BNN, Theorem 3: epsilon of DP-SGLD by batch size, {epochs} epochs",
         columns=(
-            "batch size", "steps", "sigma (Theorem 1)", "mu (Theorem 3)",
-            "epsilon at 1e-3, from mu", "epsilon at 1e-3, simulated", "epsilon at 1e-3, PLD",
-            "epsilon at 1e-5, from mu", "epsilon at 1e-5, PLD",
-        ),  # fmt: skip
+            "batch size",
+            "steps",
+            "sigma (Theorem 1)",
+            "mu (Theorem 3)",
+            "epsilon at 1e-3, from mu",
+            "epsilon at 1e-3, simulated",
+            "epsilon at 1e-3, PLD",
+            "epsilon at 1e-5, from mu",
+            "epsilon at 1e-5, PLD",
+        ),
         rows=tuple(rows),
         notes=(
             f"learning rate 5e-6, clip 1.5, n = 60 000; {runs} simulated runs of all steps, "
@@ -273,7 +292,8 @@ def table5(settings: Settings) -> Result:
     """What DP-SGLD, DP-BBP and DP-MC Dropout can do, found by trying (Table 5)."""
     x, y = _data(settings.seed)
     tokens = (torch.arange(400 * 6).reshape(400, 6) % 7, y)
-    private = plan(noise_multiplier=1.0, delta=1e-5, n=400, batch_size=40, steps=100)
+    steps = 5 if settings.fast else 100
+    private = plan(noise_multiplier=1.0, delta=1e-5, n=400, batch_size=40, steps=steps)
     found: dict[str, list[str]] = {}
     for name, model in _MODELS.items():
         made = model.method()
@@ -282,7 +302,7 @@ def table5(settings: Settings) -> Result:
             method = model.method(**s)
             if isinstance(method, SGLD):
                 sigma = method.noise_multipliers(400, 40, 1)[0]
-                budget = plan(noise_multiplier=sigma, delta=1e-5, n=400, batch_size=40, steps=100)
+                budget = plan(noise_multiplier=sigma, delta=1e-5, n=400, batch_size=40, steps=steps)
             else:
                 budget = private
             drop = 0.5 if isinstance(method, MCDropout) else 0.0

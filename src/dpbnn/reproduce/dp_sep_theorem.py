@@ -48,9 +48,14 @@ def theorem41(settings: Settings) -> Result:
     return Result(
         title="DP-SEP, Theorem 4.1: KL from a posterior to its noisy version",
         columns=(
-            "posterior", "noise / lowest eigenvalue", "rho / lowest eigenvalue", "repair",
-            "simulated mean KL", "printed bound", "corrected bound",
-        ),  # fmt: skip
+            "posterior",
+            "noise / lowest eigenvalue",
+            "rho / lowest eigenvalue",
+            "repair",
+            "simulated mean KL",
+            "printed bound",
+            "corrected bound",
+        ),
         rows=tuple(rows),
         notes=(
             f"random posteriors of 4 dimensions, {draws} draws of the noise; M = 4 sqrt(v), which "

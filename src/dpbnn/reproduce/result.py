@@ -140,9 +140,11 @@ class Result:
             values["summary"] = dataclasses.asdict(self.summary)
         if self.record:
             values["record"] = self.record
-        if self.figure is not None:
-            values["figure"] = dataclasses.asdict(self.figure)
-        return json.dumps(_finite(values), indent=1)
+        text = json.dumps(_finite(values), indent=1)
+        if self.figure is None:
+            return text
+        curves = json.dumps(_finite(dataclasses.asdict(self.figure)))  # one line, they are long
+        return f'{text[:-2]},\n "figure": {curves}\n}}'
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
@@ -190,5 +192,5 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(part) for part in value]
     if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
+        return float(f"{value:.5g}") if math.isfinite(value) else None
     return value

@@ -1,0 +1,289 @@
+"""DP-SEP on the UCI regressions: Tables 3, 4, 5, 8 and 9.
+
+Test RMSE and log-likelihood in original units over the standard splits. Year is left out: its file
+is none of the library's datasets.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from typing import Any
+
+import torch
+
+from dpbnn.reproduce import uci
+from dpbnn.reproduce.cells import Cells
+from dpbnn.reproduce.result import Result, Settings, Summary
+
+__all__ = ["table3", "table4", "table5", "table8", "table9"]
+
+SETS = ("naval", "kin8nm", "power", "wine", "protein")
+METHODS = {
+    "ep": "EP",
+    "sep": "SEP (Li)",
+    "dp-sep-paper": "Algorithm 3 as printed",
+    "dp-sep": "DP-SEP corrected",
+    "dp-vi": "DP-VI corrected",
+    "dp-sgd": "DP-SGD",
+}
+PAPER3 = {
+    "naval": {"ep": 0.003, "sep": 0.002, "dp-sep": 0.002, "dp-vi": 0.010},
+    "kin8nm": {"ep": 0.088, "sep": 0.089, "dp-sep": 0.078, "dp-vi": 0.098},
+    "power": {"ep": 4.098, "sep": 4.061, "dp-sep": 4.032, "dp-vi": 4.350},
+    "wine": {"ep": 0.614, "sep": 0.623, "dp-sep": 0.627, "dp-vi": 0.734},
+    "protein": {"ep": 4.654, "sep": 4.602, "dp-sep": 4.585, "dp-vi": 4.934},
+}
+PAPER4 = {
+    "naval": {"ep": 4.164, "sep": 4.609, "dp-sep": 4.686, "dp-vi": 3.253},
+    "kin8nm": {"ep": 1.007, "sep": 0.999, "dp-sep": 1.125, "dp-vi": 0.928},
+    "power": {"ep": -2.830, "sep": -2.821, "dp-sep": -2.814, "dp-vi": -3.077},
+    "wine": {"ep": -0.926, "sep": -0.936, "dp-sep": -0.938, "dp-vi": -1.213},
+    "protein": {"ep": -2.957, "sep": -2.945, "dp-sep": -2.941, "dp-vi": -3.049},
+}
+PAPER5 = {"naval": 0.001, "kin8nm": 0.091, "power": 4.182, "wine": 0.645, "protein": 4.539}
+CLIPS = (1, 2, 3, 4, 5, 10)
+PAPER8 = {
+    "naval": (0.0025, 0.0026, 0.0034, 0.0034, 0.0038, 0.0042),
+    "kin8nm": (0.079, 0.082, 0.083, 0.085, 0.087, 0.090),
+    "power": (3.997, 4.007, 4.014, 4.057, 4.081, 4.153),
+    "wine": (0.600, 0.605, 0.608, 0.612, 0.619, 0.636),
+    "protein": (4.601, 4.660, 4.692, 4.746, 4.797, 4.946),
+}
+PAPER9 = {
+    "naval": (4.545, 4.535, 4.443, 4.430, 4.360, 4.242),
+    "kin8nm": (1.116, 1.108, 1.098, 1.093, 1.091, 1.069),
+    "power": (-2.805, -2.835, -2.845, -2.862, -2.886, -2.915),
+    "wine": (-0.903, -0.907, -0.911, -0.915, -0.926, -0.932),
+    "protein": (-2.945, -2.968, -2.984, -3.020, -3.064, -3.096),
+}
+NOTES = (
+    "private runs: (1, 1e-5)-DP under zero-out, full batches, exact Gaussian accounting; inputs "
+    "and targets scaled by public bounds, written by someone who had seen the ranges; where inputs "
+    "are whitened, the second moments are paid for inside epsilon. References are not private and "
+    "standardised with the training rows, as in the papers",
+    "settings were chosen by RMSE on a tenth of the training rows of one to ten splits, outside "
+    "epsilon, and are shared by the splits, so that rows tested in one split were tuned on in "
+    "others; tuning runs of DP-SEP: naval 129, kin8nm 1202, power 1353, wine 321, protein 59",
+    "the paper's DP-SEP columns come from code whose clipped and noised factors are never used: "
+    "they are not private. Its DP-VI clips nothing and counts epochs for steps",
+)
+
+
+def _cell(name: str, kind: str, split: int, factor: float = 1.0) -> dict[str, Any]:
+    every = uci.chosen()["settings"][kind]
+    settings = dict(every.get(name, every.get("all")))
+    if factor != 1.0:
+        settings["clip"] = settings["clip"] * factor
+    return {"dataset": name, "method": kind, "split": split, "settings": settings}
+
+
+def _found(settings: Settings, cells: list[dict[str, Any]]) -> list[Any]:
+    """Run cells; a fast run takes two steps of small networks."""
+    if settings.data is not None:
+        os.environ["DPBNN_DATA"] = str(settings.data)
+        uci.raw.cache_clear()
+    torch.set_num_threads(1)
+
+    def run(cell: dict[str, Any]) -> dict[str, Any]:
+        job = {k: v for k, v in cell.items() if k != "fast"}
+        if cell.get("fast"):
+            job["settings"] = {**job["settings"], "hidden": 4, "steps": 2, "epochs": 1}
+        runs = uci.chosen()["tuning_runs"].get(cell["method"], {}).get(cell["dataset"])
+        try:
+            found = uci.one({**job, "device": settings.device, "tuning_runs": runs})
+        except (ValueError, RuntimeError) as error:
+            return {"error": str(error).splitlines()[0]}
+        return {key: found[key] for key in ("rmse", "ll", "epsilon")}
+
+    return Cells("dp-sep.uci", settings).all(cells, run)
+
+
+def _splits(settings: Settings, name: str) -> range:
+    return range(min(settings.count(5), 5 if name == "protein" else 20))
+
+
+def _sets(settings: Settings) -> tuple[str, ...]:
+    return ("wine",) if settings.fast else SETS
+
+
+def _spread(values: list[float], digits: int = 3) -> str | None:
+    if not values:
+        return None
+    mean = f"{statistics.mean(values):.{digits}g}"
+    return mean + (f" ± {statistics.stdev(values):.1g}" if len(values) > 1 else "")
+
+
+def _table(settings: Settings, title: str, key: str, paper: dict[str, dict[str, float]]) -> Result:
+    kinds = [k for k in METHODS if not (settings.fast and k in ("ep", "dp-sep-paper"))]
+    cells = [
+        _cell(name, kind, split)
+        for name in _sets(settings)
+        for kind in kinds
+        for split in _splits(settings, name)
+        if not (kind == "dp-sep-paper" and (name != "wine" or split))
+    ]
+    runs = _found(settings, cells)
+    rows: list[tuple[Any, ...]] = []
+    close, tried = [], []
+    for name in _sets(settings):
+        for kind in kinds:
+            own = [v for c, v in runs if (c["dataset"], c["method"]) == (name, kind)]
+            good = [v for v in own if "error" not in v]
+            values = [v[key] for v in good]
+            printed = paper[name].get(kind)
+            epsilon = max((v["epsilon"] for v in good if v["epsilon"]), default=None)
+            failed = next((v["error"] for v in own if "error" in v), None)
+            shown = _spread(values) or (f"failed: {failed}" if failed else None)
+            rows.append((name, METHODS[kind], printed, shown, epsilon, len(values)))
+            if kind == "dp-sep" and values and printed:
+                tried.append(name)
+                better = statistics.mean(values) <= 1.05 * printed
+                if key == "ll":
+                    better = statistics.mean(values) >= printed - 0.05
+                close += [name] if better else []
+    line = [f"{r[0]} {r[3]}" for r in rows if r[1] == METHODS["dp-sep"] and r[3]]
+    literal = next((r[3] for r in rows if r[1] == METHODS["dp-sep-paper"]), None)
+    what = "RMSE" if key == "rmse" else "log-likelihood"
+    return Result(
+        title=title,
+        columns=("data", "method", f"paper: {what}", f"{what}", "epsilon", "splits"),
+        rows=tuple(rows),
+        notes=(
+            *NOTES,
+            "Algorithm 3 as printed: gamma 1, C 1, 40 passes accounted as passes (replace-one); on "
+            "the first split of Wine alone",
+        ),
+        summary=Summary(
+            paper="DP-SEP " + ", ".join(f"{n} {paper[n]['dp-sep']:g}" for n in SETS),
+            protocol=f"Algorithm 3 at epsilon 1: wine {literal}" if literal else "-",
+            corrected=", ".join(line) or "-",
+            epsilon=_spread([r[4] for r in rows if r[1] == METHODS["dp-sep"] and r[4]], 4) or "-",
+            verdict=f"the paper's DP-SEP has no noise; with noise, corrected DP-SEP comes within 5 "
+            f"% of its numbers on {', '.join(close) or 'none'} of {', '.join(tried)}"
+            if tried
+            else "not complete",
+        ),
+    )
+
+
+def table3(settings: Settings) -> Result:
+    """Test RMSE of EP, SEP, DP-SEP and DP-VI on UCI regressions (Table 3)."""
+    return _table(settings, "DP-SEP, Table 3: test RMSE", "rmse", PAPER3)
+
+
+def table4(settings: Settings) -> Result:
+    """Test log-likelihood of EP, SEP, DP-SEP and DP-VI on UCI regressions (Table 4)."""
+    return _table(settings, "DP-SEP, Table 4: test log-likelihood", "ll", PAPER4)
+
+
+def table5(settings: Settings) -> Result:
+    """Test RMSE of a point estimate on UCI regressions, and a private one (Table 5)."""
+    kinds = {"sgd": "point estimate, not private", "dp-sgd": "DP-SGD"}
+    cells = [
+        _cell(name, kind, split)
+        for name in _sets(settings)
+        for kind in kinds
+        for split in _splits(settings, name)
+    ]
+    runs = _found(settings, cells)
+    rows: list[tuple[Any, ...]] = []
+    near, tried = [], []
+    for name in _sets(settings):
+        for kind, words in kinds.items():
+            own = [v for c, v in runs if (c["dataset"], c["method"]) == (name, kind)]
+            values = [v["rmse"] for v in own if "error" not in v]
+            epsilon = max((v["epsilon"] for v in own if v.get("epsilon")), default=None)
+            printed = PAPER5[name] if kind == "sgd" else None
+            rows.append((name, words, printed, _spread(values), epsilon, len(values)))
+            if printed and values:
+                tried.append(name)
+                near += [name] if abs(statistics.mean(values) / printed - 1) < 0.1 else []
+    return Result(
+        title="DP-SEP, Table 5: test RMSE of a point estimate",
+        columns=("data", "method", "paper: RMSE", "RMSE", "epsilon", "splits"),
+        rows=tuple(rows),
+        notes=(*NOTES[:2], "Adam at 0.01 falling to 0, batch 100, 40 epochs, for all sets"),
+        summary=Summary(
+            paper=", ".join(f"{n} {v:g}" for n, v in PAPER5.items()),
+            protocol=", ".join(f"{r[0]} {r[3]}" for r in rows if r[2] and r[3]) or "-",
+            corrected=", ".join(f"{r[0]} {r[3]}" for r in rows if not r[2] and r[3]) + " (DP-SGD)",
+            epsilon=_spread([r[4] for r in rows if r[4]], 4) or "-",
+            verdict=f"within 10 % of the paper on {', '.join(near) or 'none'} of {', '.join(tried)}"
+            if tried
+            else "not complete",
+        ),
+    )
+
+
+def _by_clip(
+    settings: Settings, title: str, key: str, paper: dict[str, tuple[float, ...]]
+) -> Result:
+    clips = CLIPS[:2] if settings.fast else CLIPS
+    cells = [
+        _cell(name, "dp-sep", split, factor)
+        for name in _sets(settings)
+        for factor in clips
+        for split in _splits(settings, name)
+    ]
+    runs = _found(settings, cells)
+    rows: list[tuple[Any, ...]] = []
+    rising = []
+    for name in _sets(settings):
+        base = uci.chosen()["settings"]["dp-sep"][name]["clip"]
+        means = []
+        for place, factor in enumerate(clips):
+            own = [
+                v for c, v in runs
+                if c["dataset"] == name and abs(c["settings"]["clip"] - base * factor) < 1e-9
+            ]  # fmt: skip
+            values = [v[key] for v in own if "error" not in v]
+            epsilon = max((v["epsilon"] for v in own if v.get("epsilon")), default=None)
+            rows.append((name, factor, paper[name][place], base * factor, _spread(values), epsilon,
+                         len(values)))  # fmt: skip
+            means.append(statistics.mean(values) if values else None)
+        if all(m is not None for m in means):
+            worse = means[-1] > means[0] if key == "rmse" else means[-1] < means[0]
+            rising.append((name, worse))
+    what = "RMSE" if key == "rmse" else "log-likelihood"
+    good = [name for name, worse in rising if worse]
+    return Result(
+        title=title,
+        columns=("data", "paper: C", f"paper: {what}", "clip", what, "epsilon", "splits"),
+        rows=tuple(rows),
+        notes=(
+            *NOTES,
+            "the clip is the chosen one times the paper's C, in whitened coordinates; all else is "
+            "unchanged, and epsilon is 1 at every clip: a larger clip has more noise",
+        ),
+        summary=Summary(
+            paper=f"{what} gets worse as C grows from 1 to 10",
+            protocol="-",
+            corrected=f"gets worse on {', '.join(good) or 'none'} of "
+            f"{', '.join(n for n, _ in rising)}"
+            if rising
+            else "-",
+            epsilon=_spread([r[5] for r in rows if r[5]], 4) or "-",
+            verdict="not complete"
+            if len(rising) < len(_sets(settings))
+            else "the direction holds, for another reason: there the clip acts through the prior, "
+            "here through the noise"
+            if len(good) == len(rising)
+            else "the direction does not hold everywhere",
+        ),
+    )
+
+
+def table8(settings: Settings) -> Result:
+    """Test RMSE of DP-SEP by clip (Table 8)."""
+    return _by_clip(settings, "DP-SEP, Table 8: test RMSE by clip", "rmse", PAPER8)
+
+
+def table9(settings: Settings) -> Result:
+    """Test log-likelihood of DP-SEP by clip (Table 9)."""
+    return _by_clip(settings, "DP-SEP, Table 9: test log-likelihood by clip", "ll", PAPER9)
+
+
+ITEMS = {
+    "table3": table3, "table4": table4, "table5": table5, "table8": table8, "table9": table9,
+}  # fmt: skip

@@ -1,0 +1,172 @@
+"""Every table and figure in its fast version, on generated files; cells; views of a record."""
+
+import json
+import math
+import xml.etree.ElementTree
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import dpbnn
+from dpbnn import reproduce
+from dpbnn.reproduce.cells import Cells
+from dpbnn.reproduce.command import reproduce_command
+from dpbnn.reproduce.dp_bnn_theory import simulated_epsilon
+from dpbnn.reproduce.views import SHIFTS, ViewedCategorical, shifted
+
+NAMES = [n for n in reproduce.items() if not n.startswith("bayesian-dp.")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("results")
+
+
+@pytest.mark.usefixtures("generated_folder")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_fast_version_has_a_table_a_summary_and_a_record(name, folder):
+    """Through the command; runs that items share are made once."""
+    dpbnn.reproduce.uci.raw.cache_clear()
+    done = CliRunner().invoke(reproduce_command, [name, "--fast", "--out", str(folder)])
+    assert done.exit_code == 0, done.output
+    values = json.loads((folder / f"{name}.json").read_text())
+    assert values["rows"]
+    assert all(isinstance(text, str) and text for text in values["summary"].values())
+    record = values["record"]
+    assert record["command"] == f"dpbnn reproduce {name} --fast"
+    assert record["unfinished"] == 0
+    assert {"dpbnn", "torch", "python"} <= set(record["versions"])
+    assert record["device"].startswith("CPU")
+    if "figure" in values:
+        root = xml.etree.ElementTree.parse(folder / f"{name}.svg").getroot()
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    dpbnn.reproduce.uci.raw.cache_clear()
+
+
+def test_the_list_names_every_item_with_one_line():
+    text = CliRunner().invoke(reproduce_command, ["--list"]).output
+    lines = {line.split()[0]: line for line in text.splitlines()}
+    assert set(lines) == set(reproduce.items())
+    assert all(len(line.split()) > 4 for line in lines.values())
+
+
+class TestCells:
+    CELLS = ({"run": "a", "seed": 0}, {"run": "b", "seed": 0})
+
+    def all(self, settings, compute=lambda cell: {"value": 1}):
+        return Cells("name", settings).all(self.CELLS, compute)
+
+    def test_finished_cells_are_not_run_again(self, tmp_path):
+        self.all(reproduce.Settings(out=tmp_path))
+
+        def never(cell):
+            raise AssertionError(cell)
+
+        again = reproduce.Settings(out=tmp_path)
+        assert [value for _, value in self.all(again, never)] == [{"value": 1}] * 2
+        assert [line["cell"]["run"] for line in again.used] == ["a", "b"]
+
+    def test_a_fast_cell_is_another_cell(self, tmp_path):
+        self.all(reproduce.Settings(out=tmp_path, fast=True))
+        ran = []
+        self.all(reproduce.Settings(out=tmp_path), lambda cell: ran.append(cell) or {})
+        assert len(ran) == 2
+
+    def test_a_crash_keeps_what_is_finished(self, tmp_path):
+        def second_fails(cell):
+            if cell["run"] == "b":
+                raise RuntimeError("stop")
+            return {"value": 1}
+
+        with pytest.raises(RuntimeError, match="stop"):
+            self.all(reproduce.Settings(out=tmp_path), second_fails)
+        ran = []
+        self.all(reproduce.Settings(out=tmp_path), lambda cell: ran.append(cell["run"]) or {})
+        assert ran == ["b"]
+
+    def test_what_the_limit_and_only_leave_out_is_counted(self, tmp_path):
+        late = reproduce.Settings(out=tmp_path, limit=-1)
+        assert self.all(late) == []
+        assert len([line for line in late.used if "value" not in line]) == 2
+        some = reproduce.Settings(only=('"b"',))
+        assert [cell["run"] for cell, _ in self.all(some)] == ["b"]
+
+
+class TestViews:
+    def data(self):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(6, 5, 12, generator=generator)
+        return nn.Linear(12, 4), x, torch.arange(6) % 4
+
+    def test_a_records_gradient_is_the_mean_over_its_views_and_is_clipped_once(self):
+        model, x, y = self.data()
+        found = dpbnn.contributions(model, ViewedCategorical(), x, y)
+        views = [dpbnn.contributions(model, "categorical", x[:, v], y) for v in range(5)]
+        norms = found.norms()
+        for i in range(6):
+            only = torch.zeros(6)
+            only[i] = 1.0
+            whole = found.weighted_sum(only)
+            for name, value in whole.items():
+                mean = torch.stack([v.weighted_sum(only)[name] for v in views]).mean(0)
+                torch.testing.assert_close(value, mean, rtol=1e-4, atol=1e-6)
+            norm = math.sqrt(sum(float(v.square().sum()) for v in whole.values()))
+            assert norm * (1 - 1e-6) <= float(norms[i]) <= norm * (1 + 1e-3)
+
+    def test_training_with_views_is_replayed_within_the_clip(self):
+        """Zeroing a record out moves a release by the clip at most, whatever its views are."""
+        model, x, y = self.data()
+        x = torch.cat([x, x + 1, x - 1])
+        x[3] *= 1e4
+        y = y.repeat(3)
+        plan = dpbnn.plan(noise_multiplier=1.0, delta=1e-5, n=18, batch_size=9, steps=3)
+        result = dpbnn.replay(
+            dpbnn.SGD(learning_rate=0.1, clip=0.1), (x, y), 3, model=model,
+            likelihood=ViewedCategorical(), plan=plan,
+        )  # fmt: skip
+        assert not result.differences
+        assert 0 < result.worst <= 1.0
+
+    def test_predictions_average_the_probabilities(self):
+        model, x, _ = self.data()
+        outputs = model(x)[None]
+        mean = ViewedCategorical().predictive(outputs).mean
+        torch.testing.assert_close(mean, outputs[0].softmax(-1).mean(1))
+
+    def test_shifts_move_zeros_in(self):
+        x = torch.arange(9.0).reshape(1, 1, 3, 3) + 1
+        views = shifted(x)
+        assert views.shape == (1, 5, 1, 3, 3)
+        torch.testing.assert_close(views[:, 0], x)
+        at = SHIFTS.index((0, 1))
+        assert views[0, at, 0].tolist() == [[0, 1, 2], [0, 4, 5], [0, 7, 8]]
+        at = SHIFTS.index((-1, 0))
+        assert views[0, at, 0].tolist() == [[4, 5, 6], [7, 8, 9], [0, 0, 0]]
+
+
+def test_simulated_losses_of_a_single_gaussian_give_its_epsilon():
+    """Rate 1, one step: epsilon at 0.05 is that of the Gaussian mechanism, within 3 %."""
+    from dpbnn.privacy.accountants import gaussian_epsilon
+
+    found = simulated_epsilon(1.0, 1.0, 1, 0.05, 200_000, 0)
+    assert found == pytest.approx(gaussian_epsilon(1.0, 0.05), rel=0.03)
+    assert simulated_epsilon(2.0, 1.0, 1, 0.05, 200_000, 0) < 0.7 * found
+
+
+def test_the_printed_mixture_without_clip_and_noise_is_eq_5():
+    """The batched code against the library's EP with shared factors, damped by 1/N."""
+    from dpbnn.reproduce.dp_sep_mixture import NOISE, PRIOR, D, J, N, problem
+    from dpbnn.reproduce.dp_sep_printed import Printed, run_printed
+
+    x, _, centres, _, _ = problem(101)
+    generator = torch.Generator().manual_seed(0)
+    means, covariances = run_printed(
+        x[None], centres, PRIOR.std**2, NOISE, [Printed(math.inf)], 1, generator
+    )
+    model = dpbnn.GaussianMixture(J, D, NOISE, centres=centres)
+    plan = dpbnn.open_plan(n=N, sampling="full-batch", steps=1)
+    other = dpbnn.fit(model, x, prior=PRIOR, method=dpbnn.EP(shared=True, damping=1 / N), plan=plan)
+    torch.testing.assert_close(covariances[0], other.covariance, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(means[0], other.means, rtol=0.05, atol=0.05)
