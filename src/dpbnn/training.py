@@ -138,6 +138,7 @@ def fit(
         problem = Problem(
             network, watch.likelihood, prior, settled.n, settled.batch_size, settled.steps,
             settled.private, microbatch_size, None if out is None else Path(out), watch.network,
+            settled.noise_multiplier * clip if settled.private and isinstance(clip, float) else 0.0,
         )  # fmt: skip
         training_mode(network)
         process = method.start(problem)

@@ -22,7 +22,8 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
     """A Bayesian network for classes, trained under differential privacy.
 
     Args:
-        method: "sgld", "sghmc", "sgd", "bbp", "vi", "mcdropout", or a method's settings.
+        method: "sgld", "sghmc", "sgd", "bbp", "vi", "mcdropout", "noiseaware", or a method's
+            settings.
         epsilon: the budget of one fit; None trains WITHOUT privacy, and bounds and classes may
             then be left out.
         delta: of the guarantee; by default the ledger's, or min(1e-5, 1/(10 n)).

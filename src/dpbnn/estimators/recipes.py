@@ -41,6 +41,7 @@ class Recipe:
         options: further settings.
         dropout: of the network.
         classifies: whether it has a likelihood for classes.
+        regresses: whether it has one for numbers.
     """
 
     method: type[Method]
@@ -49,6 +50,7 @@ class Recipe:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     dropout: float = 0.0
     classifies: bool = True
+    regresses: bool = True
 
     @property
     def langevin(self) -> bool:
@@ -112,6 +114,7 @@ METHODS: dict[str, Recipe] = {
     "bbp": Recipe(methods.BBP, 0.02, 0.02, _ADAM),
     "vi": Recipe(methods.VI, 0.02, 0.02, _ADAM),
     "mcdropout": Recipe(methods.MCDropout, 0.02, 0.02, _ADAM, dropout=0.1),
+    "noiseaware": Recipe(methods.NoiseAware, None, None, regresses=False),
     "sep": Recipe(methods.SEP, None, None, classifies=False),
 }
 

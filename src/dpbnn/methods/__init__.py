@@ -6,6 +6,7 @@ from dpbnn.methods.em import EM
 from dpbnn.methods.ep import EP
 from dpbnn.methods.mc_dropout import MCDropout, dropout_precision, dropout_weight_decay
 from dpbnn.methods.method import Method, Problem, Process
+from dpbnn.methods.noise_aware import NoiseAware
 from dpbnn.methods.sep import SEP
 from dpbnn.methods.sgd import SGD
 from dpbnn.methods.sgld import SGHMC, SGLD, cyclical
@@ -24,6 +25,7 @@ __all__ = [
     "VI",
     "MCDropout",
     "Method",
+    "NoiseAware",
     "Problem",
     "Process",
     "State",

@@ -45,6 +45,7 @@ class Problem:
         microbatch_size: most examples recorded at once.
         folder: where the process may keep files; None is a temporary one of its own.
         origin: the network before any data, never called; a copy of `model` by default.
+        noise_std: standard deviation of the noise in a release, where it is the same in all.
     """
 
     model: nn.Module
@@ -57,6 +58,7 @@ class Problem:
     microbatch_size: int | None = None
     folder: Path | None = None
     origin: nn.Module = None  # type: ignore[assignment]
+    noise_std: float = 0.0
 
     def __post_init__(self) -> None:
         if self.origin is None:
