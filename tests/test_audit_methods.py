@@ -38,6 +38,7 @@ METHODS = {
     "bbp, algorithm 3": (dpbnn.BBP.paper(draws=2), {}),
     "vi": (dpbnn.VI(), {}),
     "mcdropout": (dpbnn.MCDropout(), {"model": network(dropout=0.3)}),
+    "noiseaware": (dpbnn.NoiseAware(points=50, chains=2, iterations=12, keep=8), {}),
     "sep": (dpbnn.SEP(), {"model": network(1), "likelihood": "gaussian"}),
     "sep, learned noise": (
         dpbnn.SEP(),

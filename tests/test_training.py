@@ -39,6 +39,7 @@ METHODS = {
     "sghmc": dpbnn.SGHMC(learning_rate=1e-3, keep=6, thin=2),
     "bbp": dpbnn.BBP(learning_rate=0.5),
     "mcdropout": dpbnn.MCDropout(learning_rate=0.5),
+    "noiseaware": dpbnn.NoiseAware(points=50, chains=2, iterations=12, keep=8),
 }
 
 

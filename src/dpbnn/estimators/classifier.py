@@ -24,7 +24,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
 
     Args:
         method: "auto", which is `dpbnn.estimators.recipes`' choice; "sgld", "sghmc", "sgd", "bbp",
-            "vi", "mcdropout"; or a method's settings.
+            "vi", "mcdropout", "moments", "noiseaware"; or a method's settings.
         epsilon: the budget of one fit; None trains WITHOUT privacy, and bounds and classes may
             then be left out.
         delta: of the guarantee; by default the ledger's, or min(1e-5, 1/(10 n)).

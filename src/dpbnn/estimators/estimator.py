@@ -286,6 +286,8 @@ class PrivateBayes(BaseEstimator):
         recipe = recipes.METHODS[self.method]
         if not (recipe.classifies or self._regression):
             raise ValueError(f"method={self.method!r}: is for regression; use 'sgld', say")
+        if self._regression and not recipe.regresses:
+            raise ValueError(f"method={self.method!r}: is for classes; use 'sgld', say")
         return recipe, None
 
     def _check_settings(self) -> None:

@@ -56,6 +56,7 @@ class Recipe:
         classifies: whether it has a likelihood for classes.
         standardise: whether columns are standardised by a private release, and the network has a
             linear path and starts at 0; step sizes of the others go with inputs in [-1, 1].
+        regresses: whether it has one for numbers.
     """
 
     method: type[Method]
@@ -64,6 +65,7 @@ class Recipe:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     dropout: float = 0.0
     classifies: bool = True
+    regresses: bool = True
     standardise: bool = False
 
     def network(
@@ -164,6 +166,7 @@ METHODS: dict[str, Recipe] = {
     "vi": Recipe(methods.VI, 0.02, 0.02, _ADAM, standardise=True),
     "mcdropout": Recipe(methods.MCDropout, 0.02, 0.02, _ADAM, dropout=0.1, standardise=True),
     "moments": Recipe(methods.Moments, None, None, standardise=True),
+    "noiseaware": Recipe(methods.NoiseAware, None, None, regresses=False),
     "sep": Recipe(methods.SEP, None, None, classifies=False),
 }
 

@@ -7,6 +7,7 @@ from dpbnn.methods.ep import EP
 from dpbnn.methods.mc_dropout import MCDropout, dropout_precision, dropout_weight_decay
 from dpbnn.methods.method import Method, Problem, Process
 from dpbnn.methods.moments import Moments
+from dpbnn.methods.noise_aware import NoiseAware
 from dpbnn.methods.sep import SEP
 from dpbnn.methods.sgd import SGD
 from dpbnn.methods.sgld import SGHMC, SGLD, cyclical
@@ -26,6 +27,7 @@ __all__ = [
     "MCDropout",
     "Method",
     "Moments",
+    "NoiseAware",
     "Problem",
     "Process",
     "State",

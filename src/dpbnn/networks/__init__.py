@@ -12,9 +12,8 @@ from dpbnn.networks.gaussian import (
 )
 from dpbnn.networks.layers import arguments, attributes, register
 from dpbnn.networks.papers import cnn, mlp, training_mode
-from dpbnn.networks.standard import Beside, LearnedNoise, SharedDropout
 from dpbnn.networks.scattering import Scattering
-from dpbnn.networks.standard import LearnedNoise, SharedDropout
+from dpbnn.networks.standard import Beside, LearnedNoise, SharedDropout
 
 __all__ = [
     "Beside",
