@@ -93,7 +93,7 @@ def test_a_private_fit_learns_and_states_its_budget(digits, fitted):
     assert fitted.privacy_.epsilon <= 3.0
     assert fitted.privacy_.delta == pytest.approx(1e-5)
     assert fitted.plan_.steps == 400
-    assert fitted.ledger_.releases == 2 + 400  # the standardisation, and the training
+    assert fitted.ledger_.releases == 2 + 400 + 5  # standardisation, training, temperature
     assert fitted.classes_.tolist() == list(range(10))
 
 
@@ -318,7 +318,7 @@ def test_private_bounds_are_paid_for_within_the_budget():
     assert ((low >= 0) & (low < 40) & (high > 60) & (high <= 200)).all()
     assert 1.9 < model.privacy_.epsilon <= 2.0
     labels = [mechanism["label"] for mechanism in model.privacy_.mechanisms]
-    assert labels == ["private bounds", "private standardisation", "sgd"]
+    assert labels == ["private bounds", "private standardisation", "sgd", "recalibration"]
 
 
 def test_private_bounds_that_the_budget_does_not_hold_are_not_looked_for(tmp_path):
@@ -363,7 +363,7 @@ def test_replay_of_an_estimator_with_its_standardisation(kind, neighbour):
         return model.standardisation_, model.predictive(public).mean
 
     result = dpbnn.replay(fit, x, other, trace=False).check()
-    assert len(result.distances) == 2 + 4
+    assert len(result.distances) == 2 + 4 + 5
     assert 0.9 < result.distances[0] / result.sensitivities[0] <= 1
 
 

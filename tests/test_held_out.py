@@ -13,8 +13,9 @@ from dpbnn import PrivateBayesClassifier, PrivateBayesRegressor
 from dpbnn.estimators.held_out import HeldOut
 
 BOTH = {"recalibrate": 0.2, "conformal": 0.2}
-CLASSES = {"bounds": (-3, 3), "classes": [0, 1, 2], "epochs": 20, "random_state": 0}
-NUMBERS = {"bounds": (-3, 3), "target_bounds": (-8, 8), "epochs": 20, "random_state": 0}
+COMMON = {"method": "sgld", "bounds": (-3, 3), "epochs": 20, "random_state": 0}
+CLASSES = {**COMMON, "classes": [0, 1, 2]}
+NUMBERS = {**COMMON, "target_bounds": (-8, 8)}
 
 
 def classes(n, seed=0):

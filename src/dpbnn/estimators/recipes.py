@@ -1,6 +1,6 @@
 """Default settings: functions of public numbers, the same for every table.
 
-They were chosen on splits of the training parts of public tables (benchmarks/tables.py names them
+They were chosen on splits of the training parts of public tables (benchmarks/command.py names them
 and repeats the comparison), at epsilon 1, for accuracy and calibration together. They may not
 depend on the data that is fitted, except for its number of rows, which is public.
 """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dpbnn import likelihoods
+import dpbnn.likelihoods as likelihoods
 from dpbnn.contributions.dense import ChunkedContributions, DenseContributions, UnsupportedModel
 from dpbnn.methods.method import Method, Problem, Process
 from dpbnn.methods.state import State

@@ -352,7 +352,7 @@ class NoiseAwareProcess(Process[NoiseAwareState]):
             folder = self._temporary.name
         path = Path(folder) / "iterates.safetensors"
         path.unlink(missing_ok=True)
-        return IterateWriter(path, like, count, keep="first")
+        return IterateWriter(path, like, count)
 
 
 def _last_layer(model: nn.Module) -> list[str]:

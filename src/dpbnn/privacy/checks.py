@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import warnings
 from numbers import Real
 from typing import Any
@@ -109,6 +110,9 @@ def weak_points(epsilon: float | None, delta: float, n: int | None) -> list[str]
 
 
 def warn_if_weak(epsilon: float | None, delta: float, n: int) -> None:
-    """Warn the caller's caller where a budget promises little."""
+    """Warn where a budget promises little, at the line of the user that asked for it."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("dpbnn"):
+        level, frame = level + 1, frame.f_back
     for words in weak_points(epsilon, delta, n):
-        warnings.warn(words, stacklevel=3)
+        warnings.warn(words, stacklevel=level)
