@@ -92,8 +92,8 @@ def test_a_private_fit_learns_and_states_its_budget(digits, fitted):
     assert fitted.privacy_.private
     assert fitted.privacy_.epsilon <= 3.0
     assert fitted.privacy_.delta == pytest.approx(1e-5)
-    assert fitted.plan_.steps == 400
-    assert fitted.ledger_.releases == 2 + 400 + 5  # standardisation, training, temperature
+    assert fitted.plan_.steps == 800
+    assert fitted.ledger_.releases == 2 + 800 + 5  # standardisation, training, temperature
     assert fitted.classes_.tolist() == list(range(10))
 
 

@@ -5,6 +5,7 @@ import torch
 from scipy import stats
 from torch import nn
 
+import dpbnn
 from dpbnn.networks import GaussianConv2d, GaussianLayer, GaussianLinear, cnn, mlp, to_gaussian
 from dpbnn.privacy.stream import fill_normal
 
@@ -19,8 +20,32 @@ def test_papers_networks_have_their_sizes():
     assert sum(isinstance(m, nn.Dropout) for m in mlp(3, (4, 4), 2, dropout=0.5)) == 2
 
 
+def test_a_linear_path_is_beside_the_hidden_layers():
+    """With the hidden units switched off, the network is linear in its inputs."""
+    model = mlp(3, (4,), 2, linear_path=True)
+    x = torch.randn(5, 3)
+    hidden = torch.relu(model[1][0](x))
+    expected = torch.cat([hidden, x], 1) @ model[2].weight.T + model[2].bias
+    assert torch.allclose(model(x), expected, atol=1e-6)
+    assert str(mlp(3, (), 2, linear_path=True)) == str(mlp(3, (), 2))
+
+
+def test_expectation_propagation_refuses_a_linear_path():
+    model = mlp(3, (4,), 1, linear_path=True)
+    plan = dpbnn.plan(noise_multiplier=1.0, delta=1e-5, n=10, batch_size=5, steps=2)
+    data = torch.randn(10, 3), torch.randn(10)
+    with pytest.raises(ValueError, match="is Beside where expectation propagation needs Linear"):
+        dpbnn.fit(model, data, "gaussian", method=dpbnn.SEP(), plan=plan)
+
+
 @pytest.mark.parametrize(
-    "model", [mlp(6, (5,), 3), nn.Linear(6, 3), nn.Sequential(nn.Flatten(), nn.Linear(6, 3))]
+    "model",
+    [
+        mlp(6, (5,), 3),
+        mlp(6, (5,), 3, linear_path=True),
+        nn.Linear(6, 3),
+        nn.Sequential(nn.Flatten(), nn.Linear(6, 3)),
+    ],
 )
 def test_to_gaussian_keeps_the_means_and_the_original(model):
     before = copy.deepcopy(model.state_dict())

@@ -35,6 +35,7 @@ def plan(**change):
 METHODS = {
     "sgd": dpbnn.SGD(learning_rate=0.5, momentum=0.5, schedule="cosine", average="polyak"),
     "adam": dpbnn.SGD(learning_rate=0.05, optimizer="adam"),
+    "path": dpbnn.SGD(learning_rate=0.05, optimizer="adam", schedule="linear", keep=6),
     "sgld": dpbnn.SGLD(learning_rate=1e-3, keep=6),
     "sghmc": dpbnn.SGHMC(learning_rate=1e-3, keep=6, thin=2),
     "bbp": dpbnn.BBP(learning_rate=0.5),

@@ -50,6 +50,12 @@ class TestMLP(NetworkContract):
     pass
 
 
+class TestLinearPath(NetworkContract):
+    def model(self):
+        torch.manual_seed(0)
+        return mlp(6, (8, 7), 3, activation=nn.Tanh, linear_path=True)
+
+
 class TestMicrobatched(NetworkContract):
     options: ClassVar[dict] = {"microbatch_size": 2}
 

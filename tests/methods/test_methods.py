@@ -10,7 +10,7 @@ from stepping import step
 from torch import nn
 
 import dpbnn
-from dpbnn.likelihoods import Categorical, HeteroscedasticGaussian
+from dpbnn.likelihoods import Categorical, HeteroscedasticGaussian, LearnedNoiseGaussian
 from dpbnn.likelihoods import Gaussian as GaussianNoise
 from dpbnn.methods.method import Problem, Process
 from dpbnn.methods.state import State, flat
@@ -29,6 +29,10 @@ METHODS = {
         dpbnn.SGD(learning_rate=0.1, momentum=0.9, schedule="cosine", average="polyak"),
         0.0,
     ),
+    "sgd-kept": (
+        dpbnn.SGD(learning_rate=0.01, optimizer="adam", schedule="linear", keep=2),
+        0.0,
+    ),
     "sgld": (dpbnn.SGLD(learning_rate=1e-3, keep=3), 0.0),
     "sghmc": (dpbnn.SGHMC(learning_rate=1e-3, keep=3), 0.0),
     "bbp": (dpbnn.BBP(learning_rate=0.5), 0.0),
@@ -43,6 +47,7 @@ LIKELIHOODS = {
     "gaussian": (GaussianNoise(0.5), 1),
     "learned": (GaussianNoise(None), 1),
     "heteroscedastic": (HeteroscedasticGaussian(), 2),
+    "learned, steady": (LearnedNoiseGaussian(start=-1.0), 1),
 }
 
 

@@ -15,6 +15,7 @@ KNOWN = [
     (nn.Sequential(nn.Linear(4, 2), SharedDropout(0.3), LearnedNoise(2)), (4,)),
     (nn.Sequential(nn.Linear(4, 2), SharedDropout(0.3), LearnedNoise(2)), (4,)),
     (mlp(5, (4,), 3, dropout=0.2), (5,)),
+    (mlp(5, (4, 3), 3, dropout=0.2, linear_path=True), (5,)),
     (cnn(nn.Tanh), (1, 28, 28)),
     (nn.Sequential(nn.Conv1d(2, 4, 3, padding="same", groups=2), nn.GroupNorm(2, 4)), (2, 6)),
     (nn.Sequential(nn.Conv3d(1, 2, 2, bias=False), nn.MaxPool3d(2), nn.Flatten()), (1, 5, 5, 5)),
@@ -40,7 +41,8 @@ def test_embeddings_and_gaussian_layers_are_rebuilt(tmp_path):
     PointPosterior(words, "categorical").save(tmp_path / "words")
     x = torch.tensor([[1, 6], [0, 3]])
     assert torch.allclose(load(tmp_path / "words").outputs(x)[0], words(x))
-    for model in (to_gaussian(mlp(4, (3,), 2)), to_gaussian(cnn())):
+    for model in (mlp(4, (3,), 2), mlp(4, (3,), 2, linear_path=True), cnn()):
+        model = to_gaussian(model)
         again = build(json.loads(json.dumps(describe(model))))
         assert {n: t.shape for n, t in named_tensors(again).items()} == {
             n: t.shape for n, t in named_tensors(model).items()

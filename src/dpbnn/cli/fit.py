@@ -41,7 +41,8 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
     options = (
         click.option("--delta", type=float, help="Delta of the guarantee [default: the ledger's, "
                      "or min(1e-5, 1/(10 n))]."),
-        click.option("--epochs", type=float, help="Passes over the data [default: 400 steps]."),
+        click.option("--epochs", type=float, help="Passes over the data [default: 800 steps "
+                     "with auto, 400 with others]."),
         click.option("--batch-size", type=float, help="Expected batch size [default: all rows "
                      "up to 2048 of them, 1024 beyond]."),
         click.option("--hidden", default="32", show_default=True,

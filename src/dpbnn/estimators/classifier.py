@@ -37,7 +37,8 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         hidden: widths of the hidden layers.
         prior: of the weights; N(0, 1) by default.
         batch_size: expected batch size; by default all rows up to 2048 of them, 1024 beyond.
-        epochs: passes over the data; 400 steps (without privacy 1000) by default.
+        epochs: passes over the data; by default 800 steps with "auto", 400 with others, and 1000
+            without privacy.
         clip: largest norm of one row's gradient; by default solved for ("sgld", "sghmc"), or a
             function of n and the budget.
         learning_rate: of the method; see `dpbnn.estimators.recipes` for the defaults.

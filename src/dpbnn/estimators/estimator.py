@@ -366,7 +366,9 @@ class PrivateBayes(BaseEstimator):
             weights = recipes.weights(columns, self._regression)
             standard = recipes.standardising_plan(n, weights, self.epsilon, delta)
         beside = tuple(plan for plan in (statistics, standard, *later) if plan is not None)
-        plan = recipes.settled_plan(n, self.epsilon, delta, self.batch_size, self.epochs, beside)
+        plan = recipes.settled_plan(
+            n, self.epsilon, delta, self.batch_size, self.epochs, beside, recipe.steps
+        )
         return statistics, standard, plan
 
     def _scaling(

@@ -37,7 +37,7 @@ _FEW = 400  # rows below which a classifier's steps shrink with n, so that its c
 _NOISE = 0.25  # std of scaled targets below which step sizes shrink with it
 _KEPT = 100  # stored iterates of a chain, from its second half
 _STANDARD = 0.1  # share of mu^2 for the standardisation
-_CLIP = (3.0, 0.2)  # smallest clip of standardised columns, and its rise with mu sqrt(n)
+_CLIP = (3.0, 0.1)  # smallest clip of standardised columns, and its rise with mu sqrt(n)
 _ENOUGH = 400.0  # m of `_told` below which a regressor's steps shrink
 _HIDDEN = 0.25  # noise in a mean, in units of half the bounds, that hides what a column is like
 
@@ -57,6 +57,7 @@ class Recipe:
         standardise: whether columns are standardised by a private release, and the network has a
             linear path and starts at 0; step sizes of the others go with inputs in [-1, 1].
         regresses: whether it has one for numbers.
+        steps: of the training under privacy.
     """
 
     method: type[Method]
@@ -67,6 +68,7 @@ class Recipe:
     classifies: bool = True
     regresses: bool = True
     standardise: bool = False
+    steps: int = 400
 
     def network(
         self, features: int, hidden: tuple[int, ...], outputs: int
@@ -158,7 +160,7 @@ _ADAM = {"optimizer": "adam", "average": "polyak", "clip": 3.0}
 _PATH = {"optimizer": "adam", "schedule": "linear", "keep": 25}
 
 METHODS: dict[str, Recipe] = {
-    "auto": Recipe(methods.SGD, 0.02, 0.02, _PATH, standardise=True),
+    "auto": Recipe(methods.SGD, 0.02, 0.02, _PATH, standardise=True, steps=800),
     "sgld": Recipe(methods.SGLD, 0.25, 0.05),
     "sghmc": Recipe(methods.SGHMC, 0.0125, 0.0025),
     "sgd": Recipe(methods.SGD, 0.02, 0.02, _ADAM, standardise=True),
@@ -245,16 +247,17 @@ def settled_plan(
     batch_size: float | None,
     epochs: float | None,
     beside: tuple[Any, ...] = (),
+    steps: int = 400,
 ) -> Plan:
     """Return the plan of a fit; all records at once where batch_size is n.
 
-    Without batch_size it is n up to 2048 rows and 1024 beyond. Without epochs there are 400 steps
-    (without privacy, where steps cost nothing, 1000), or one pass over the data if that is more.
+    Without batch_size it is n up to 2048 rows and 1024 beyond. Without epochs there are `steps`
+    (without privacy, where they cost nothing, 1000), or one pass over the data if that is more.
     """
     size = (n if n <= _ALL else _BATCH) if batch_size is None else batch_size
     length: dict[str, Any] = {"epochs": epochs}
     if epochs is None:
-        length = {"steps": max(1000 if epsilon is None else 400, -(-n // max(1, int(size))))}
+        length = {"steps": max(1000 if epsilon is None else steps, -(-n // max(1, int(size))))}
     if size >= n:
         size, sampling = n, "full-batch"
     else:
