@@ -18,6 +18,7 @@ All tensors have a first axis of problems that are solved at once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -31,8 +32,12 @@ __all__ = ["Model", "Released", "covariance", "exact", "mode", "sample"]
 
 _NODES = 24  # of the quadrature over a linear predictor
 _FIRST = 0.1  # prior sd of log sqrt(A_00), the mean weight of a record
-_LOG_SCALE = 0.7  # prior sd of the log scale of a feature
-_SWEEPS = 24
+_BELOW = 0.25  # prior variance of all entries of A's root in a row, over the diagonal's square
+_CENTRE = -0.5  # prior mean of the log scale of a feature
+_LOG_SCALE = 0.5  # prior sd of the log scale of a feature
+_SWEEPS = 36  # of slice sampling; the states after a quarter and a half fit its reference
+_TRIES = 6  # of a sweep, after which a chain stays where it is
+_APART = 4  # sweeps between states of a chain that are kept
 _WIDER = 1.3  # reference of the sampler over the Gaussian at the mode
 _LOG_NOISE = 1.0  # prior sd of log s
 
@@ -100,11 +105,8 @@ class Model:
     def parts(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return A, theta and log s of coordinates [..., numbers]."""
         p, m = self.size, self.triangle
-        root = torch.eye(p, dtype=q.dtype).expand(*q.shape[:-1], p, p)
-        rows, columns = torch.tril_indices(p, p, -1)
-        flat = torch.zeros(p * p, m - p, dtype=q.dtype)
-        flat[rows * p + columns, torch.arange(m - p)] = 1.0
-        root = root + (q[..., p:m] @ flat.T).unflatten(-1, (p, p))
+        zero = torch.zeros_like(q[..., :1])
+        root = torch.cat([q[..., p:m], zero, zero + 1], -1)[..., _places(p)]
         root = q[..., :p].exp().unsqueeze(-1) * root
         log_noise = q[..., m + p] if self.learned else q.new_zeros(())
         if not self.learned and self.noise is not None:
@@ -127,8 +129,11 @@ class Model:
         p, m = self.size, self.triangle
         scales = torch.full((p,), _LOG_SCALE, dtype=q.dtype)
         scales[0] = _FIRST
-        off = math.sqrt(min(0.5, 2 / p))
-        found = [q[..., :p] / scales, q[..., p:m] / off]
+        # A_ii = exp(2 h_i) (1 + sum of squares below): the more of them, the lower h_i.
+        share = _BELOW / p
+        centres = _CENTRE - 0.5 * torch.log1p(share * torch.arange(p, dtype=q.dtype))
+        centres[0] = 0.0
+        found = [(q[..., :p] - centres) / scales, q[..., p:m] / math.sqrt(share)]
         found.append((q[..., m : m + p] - self.mean) / self.std)
         if self.learned:
             found.append((q[..., m + p :] - math.log(self.scale)) / _LOG_NOISE)
@@ -173,9 +178,9 @@ class Model:
         along = (spread @ slopes.unsqueeze(-1)).squeeze(-1)
         centre = theta[..., 0] + (mean * slopes).sum(-1)
         sd = ((along * slopes).sum(-1) + 1e-12).sqrt()
-        points, weights = np.polynomial.hermite_e.hermegauss(_NODES)
-        etas = centre.unsqueeze(-1) + sd.unsqueeze(-1) * torch.as_tensor(points)
-        return weight, mean, spread, along, etas, torch.as_tensor(weights / weights.sum())
+        points, weights = _quadrature()
+        etas = centre.unsqueeze(-1) + sd.unsqueeze(-1) * points
+        return weight, mean, spread, along, etas, weights
 
     def shared(self, second: Tensor, theta: Tensor, log_noise: Tensor) -> Tensor:
         """Return the covariance of xi."""
@@ -256,6 +261,23 @@ class Model:
             left = (last - (step * data.score[:, -1]).sum(-1)).clamp(min=0.02 * self.scale**2)
             log_noise = 0.5 * left.log() if self.learned else log_noise
         return self.coordinates(second, theta, log_noise)
+
+
+@functools.cache
+def _places(size: int) -> Tensor:
+    """Return where the entries of a unit triangular matrix are in (below, 0, 1)."""
+    below = size * (size - 1) // 2
+    where = torch.full((size, size), below).fill_diagonal_(below + 1)
+    rows, columns = torch.tril_indices(size, size, -1)
+    where[rows, columns] = torch.arange(below)
+    return where
+
+
+@functools.cache
+def _quadrature() -> tuple[Tensor, Tensor]:
+    """Return nodes and weights of expectations over a standard normal."""
+    points, weights = np.polynomial.hermite_e.hermegauss(_NODES)
+    return torch.as_tensor(points), torch.as_tensor(weights / weights.sum())
 
 
 def _clipped(variance: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
@@ -372,8 +394,8 @@ def sample(
     sampling; `keep` states of the second half of each are returned.
     """
     centre = mode(model, data, start)
-    root = torch.linalg.cholesky(_precision(model, centre, data)) / _WIDER
-    size, problems = centre.shape[1], len(centre)
+    root = torch.linalg.cholesky(_precision(model, centre, data))
+    size, problems, m = centre.shape[1], len(centre), model.triangle
     many = data.repeated(chains)
 
     def normal() -> Tensor:
@@ -386,24 +408,39 @@ def sample(
         q = centre.unsqueeze(-1) + torch.linalg.solve_triangular(root.mT, z, upper=True)
         return q.mT.reshape(problems * chains, size)
 
-    def ratio(z: Tensor) -> Tensor:
-        value = model.log_density(at(z), many).view(problems, chains)
-        return (value + 0.5 * z.square().sum(1)).nan_to_num(-math.inf, -math.inf, -math.inf)
+    shift = torch.zeros(problems, size - m, 1, dtype=centre.dtype)
+    wide = _WIDER * torch.eye(size - m, dtype=centre.dtype).expand(problems, -1, -1)
 
-    z = normal()
-    value = ratio(z)
-    bad = ~value.isfinite()
-    z = torch.where(bad.unsqueeze(1), 0.0, z)
-    value = torch.where(bad, ratio(z), value)
-    kept = []
-    spacing = max(1, sweeps // (2 * keep))
+    def placed(v: Tensor) -> Tensor:
+        return torch.cat([v[:, :m], shift + wide @ v[:, m:]], 1)
+
+    def ratio(v: Tensor) -> Tensor:
+        value = model.log_density(at(placed(v)), many).view(problems, chains)
+        return (value + 0.5 * v.square().sum(1)).nan_to_num(-math.inf, -math.inf, -math.inf)
+
+    v, kept = normal(), []
+    value = ratio(v)
+    v = torch.where(value.isfinite().unsqueeze(1), v, 0.0)
     for sweep in range(1, sweeps + 1):
-        z, value = _slice(ratio, z, value, normal(), uniform)
-        if (sweeps - sweep) % spacing == 0 and (sweeps - sweep) // spacing < keep:
-            kept.append(at(z).view(problems, chains, size))
+        v, value = _slice(ratio, v, ratio(v), normal(), uniform)
+        left = sweeps - sweep
+        if sweep in (sweeps // 4, sweeps // 2):
+            z = placed(v)[:, m:]
+            shift, wide = _fitted(z)
+            v = torch.cat([v[:, :m], torch.linalg.solve(wide, z - shift)], 1)
+        elif left % _APART == 0 and left < _APART * keep:
+            kept.append(at(placed(v)).view(problems, chains, size))
     q = torch.cat(kept, 1)
     _, theta, log_noise = model.parts(q)
     return theta, log_noise.expand(theta.shape[:-1])
+
+
+def _fitted(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and root of a Gaussian that is a little wider than states [D, numbers, chains]."""
+    mean = z.mean(-1, keepdim=True)
+    covariance = (z - mean) @ (z - mean).mT / z.shape[-1]
+    eye = torch.eye(z.shape[1], dtype=z.dtype)
+    return mean, torch.linalg.cholesky(_WIDER * covariance + 0.05 * eye)
 
 
 def _slice(ratio, z: Tensor, value: Tensor, other: Tensor, uniform):  # type: ignore[no-untyped-def]
@@ -413,7 +450,7 @@ def _slice(ratio, z: Tensor, value: Tensor, other: Tensor, uniform):  # type: ig
     low, high = angle - 2 * math.pi, angle.clone()
     done = torch.zeros_like(value, dtype=torch.bool)
     found, now = z, value
-    for _ in range(40):
+    for _ in range(_TRIES):
         proposal = z * angle.cos().unsqueeze(1) + other * angle.sin().unsqueeze(1)
         new = ratio(proposal)
         taken = ~done & (new > level)
