@@ -124,6 +124,7 @@ class PrivateBayes(BaseEstimator):
         )
         self.temperature_, self.threshold_, statement = held.found(
             self._in_double(posterior) if held else posterior,
+            plan,
             later,
             *((torch.from_numpy(scaling(rest[part])), torch.from_numpy(values[part]))
               for part in (parts.temper, parts.cover)),

@@ -155,9 +155,7 @@ class HeldOut:
         """
         if epsilon is None:
             return None
-        one = recipes.solved_plan(
-            epsilon=epsilon, delta=delta, n=n, steps=1, sampling="full-batch"
-        )  # whose mu = 1/sigma is that of the budget
+        one = _budget(n, epsilon, delta)
         enough, too_much = TEMPER_ERROR
         more = max(1 / math.sqrt(TEMPER_SHARE), enough / error(self._task, one))
         sigma = one.noise_multiplier * more
@@ -170,6 +168,7 @@ class HeldOut:
     def found(
         self,
         posterior: Posterior,
+        plan: Plan,
         plans: tuple[Plan | None, Plan | None],
         temper: tuple[Any, Any],
         cover: tuple[Any, Any],
@@ -183,6 +182,7 @@ class HeldOut:
 
         Args:
             posterior: of the training.
+            plan: likewise.
             plans: from `plans`.
             temper: inputs and targets of the rows for the temperature.
             cover: those of the rows for the threshold.
@@ -199,8 +199,11 @@ class HeldOut:
             "on_bad_rows": self.on_bad_rows,
         }
         if plans[0] is not None:
-            seen = {"trained_on": True, "samples": min(samples, TEMPER_DRAWS)}
-            more = common | (seen if self.on_training else {})
+            more = dict(common)
+            if self.on_training:
+                one = _budget(len(temper[0]), plan.epsilon, plan.delta)
+                more["influence"] = 1 / one.noise_multiplier
+                more["samples"] = min(samples, TEMPER_DRAWS)
             used = recalibrate(used, temper, plan=plans[0], **more)
             temperature = used.temperature
         if plans[1] is not None:
@@ -216,3 +219,8 @@ def _plan(n: int, steps: int, epsilon: float | None, share: float, delta: float)
     return recipes.solved_plan(
         epsilon=share * epsilon, delta=delta, n=n, steps=steps, sampling="full-batch"
     )
+
+
+def _budget(n: int, epsilon: float, delta: float) -> Plan:
+    """Return the plan of a single release for all of a budget, whose mu is 1/sigma."""
+    return recipes.solved_plan(epsilon=epsilon, delta=delta, n=n, steps=1, sampling="full-batch")
