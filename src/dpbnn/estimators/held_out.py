@@ -22,8 +22,9 @@ __all__ = ["BETA", "COVER_SHARE", "HeldOut", "Parts"]
 TRAINING = "training"
 TEMPER_ROWS = (0.2, 10_000)  # share of all rows held out for the temperature, and most rows for it
 TEMPER_SHARE = 0.1  # most of the budget's mu^2 for a temperature from training rows
-TEMPER_ERROR = (0.05, 2.0)  # of log T by the noise: as small as it need be, and where none is tried
-TEMPER_DRAWS = 25  # most posterior draws of the predictions for it
+TEMPER_ENOUGH = {"classification": 0.07, "regression": 0.04}  # error of log T by the noise
+TEMPER_HOPELESS = 2.0  # error above which no temperature is tried
+TEMPER_DRAWS = 16  # most posterior draws of the predictions for it
 COVER_ROWS = (0.2, 20_000)  # likewise for the threshold
 COVER_SHARE = 0.2  # of epsilon, for the threshold
 BETA = 0.01  # probability that the noise spoils the threshold
@@ -156,14 +157,14 @@ class HeldOut:
         if epsilon is None:
             return None
         one = _budget(n, epsilon, delta)
-        enough, too_much = TEMPER_ERROR
+        enough = TEMPER_ENOUGH[self._task]
         more = max(1 / math.sqrt(TEMPER_SHARE), enough / error(self._task, one))
         sigma = one.noise_multiplier * more
         found = recipes.solved_plan(
             noise_multiplier=sigma * math.sqrt(STEPS), delta=delta, n=n, steps=STEPS,
             sampling="full-batch",
         )  # fmt: skip
-        return found if error(self._task, found) <= too_much else None
+        return found if error(self._task, found) <= TEMPER_HOPELESS else None
 
     def found(
         self,
