@@ -574,3 +574,29 @@ def test_nothing_about_the_data_is_logged(caplog, capfd):
     assert "step 20/20" in shown
     for word in ("loss", "score", "accuracy", "norm"):
         assert word not in shown.lower()
+
+
+@pytest.mark.parametrize("kind", ["classes", "numbers"])
+def test_a_linear_model_is_fitted_by_moments_and_needs_no_temperature(kind):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(3000, 2))
+    common = {"epsilon": 1.0, "bounds": (-5, 5), "hidden": (), "random_state": 0}
+    if kind == "classes":
+        y = (x[:, 0] + rng.logistic(size=len(x)) > 0).astype(int)
+        model = PrivateBayesClassifier(classes=[0, 1], **common).fit(x, y)
+    else:
+        y = x[:, 0] + rng.normal(size=len(x))
+        model = PrivateBayesRegressor(target_bounds=(-10, 10), **common).fit(x, y)
+    labels = [mechanism["label"] for mechanism in model.privacy_.mechanisms]
+    assert labels == ["private standardisation", "moments"]
+    assert {m["sampling"] for m in model.privacy_.mechanisms} == {"full-batch"}
+    assert model.temperature_ is None
+    assert model.privacy_.epsilon <= 1.0
+    assert model.score(x, y) > 0.4
+
+
+def test_three_classes_and_hidden_layers_are_not_fitted_by_moments():
+    from dpbnn.estimators.recipes import METHODS, of_auto
+
+    assert of_auto((), 3) is of_auto((32,), 2) is of_auto((32,), None) is METHODS["auto"]
+    assert of_auto((), 2) is of_auto((), None) is METHODS["moments"]

@@ -271,7 +271,7 @@ def calibrated(kind, posteriors, records, book, **options):
     return {"scores": found.scores, "noise_std": found.noise_std, "of": found.privacy.to_dict()}
 
 
-STEPS = {"recalibrate": 8, "conformalize": 1, "select": 1}
+STEPS = {"recalibrate": 5, "conformalize": 1, "select": 1}
 
 
 def trained():

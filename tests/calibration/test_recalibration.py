@@ -13,9 +13,9 @@ from dpbnn.calibration import RecalibratedPosterior, temperature, tempered
 from dpbnn.predictive import ClassPredictive, RealPredictive
 
 
-def contributed(predictive, y, t, trained_on=False):
+def contributed(predictive, y, t, influence=0.0):
     kept = torch.ones(len(y), dtype=torch.bool)
-    _, rows, _ = temperature._contributed(predictive, y, kept, trained_on)
+    _, rows, _ = temperature._contributed(predictive, y, kept, influence)
     return rows(0, len(y), t)[:, 0]
 
 
@@ -25,13 +25,15 @@ def normal(*shape):
 
 
 @pytest.mark.parametrize("t", [0.3, 1.0, 4.0])
-@pytest.mark.parametrize("trained_on", [False, True])
-def test_a_record_contributes_the_derivative_of_its_log_loss(t, trained_on):
-    """Of a training record it is the log-loss under draws weighted by 1/p(y): it left out."""
+@pytest.mark.parametrize("influence", [0.0, 0.3, 100.0])
+def test_a_record_contributes_the_derivative_of_its_log_loss(t, influence):
+    """Of a training record it is that under draws weighted by 1/p(y), or nearer to equal ones."""
     predictive, y = ClassPredictive.from_logits(3 * normal(6, 9, 4)), torch.arange(9) % 4
     rows = torch.arange(9)
-    weights = 1 / predictive.probabilities[:, rows, y]
-    weights = weights / weights.sum(0) if trained_on else torch.full_like(weights, 1 / 6)
+    logs = -predictive.log_probabilities[:, rows, y]
+    spread = logs.std(0, correction=0)
+    assert spread.min() > 0.3
+    weights = (logs * (influence / spread).clamp(max=1)).softmax(0)
 
     def loss(log_t):
         p = tempered(predictive, math.exp(log_t)).probabilities[:, rows, y]
@@ -39,7 +41,7 @@ def test_a_record_contributes_the_derivative_of_its_log_loss(t, trained_on):
 
     step = 1e-5
     expected = (loss(math.log(t) + step) - loss(math.log(t) - step)) / (2 * step)
-    assert contributed(predictive, y, t, trained_on) == pytest.approx(expected, abs=1e-6)
+    assert contributed(predictive, y, t, influence) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("t", [0.3, 1.0, 4.0])
@@ -52,6 +54,7 @@ def test_a_real_record_contributes_whether_its_interval_holds_it(t, shape):
     held = held.mean(1) if held.dim() > 1 else held
     assert 0.05 < held.mean() < 0.99
     assert contributed(predictive, y, t) == pytest.approx(held - 0.9)
+    assert contributed(predictive, y, t, 1.0).mean() < held.mean() - 0.9  # less kind to itself
 
 
 def test_tempering_scales_logits_or_the_variance():
@@ -201,20 +204,20 @@ def test_nothing_is_spent_on_bad_data_or_beyond_the_budget():
     assert ledger.releases == 0
 
 
-def temperature_of(data, relation="zero-out", make=classes, trained_on=False):
+def temperature_of(data, relation="zero-out", make=classes, influence=0.0):
     posterior, _ = make(1)
     ledger = dpbnn.Ledger(relation=relation)
-    options = {"ledger": ledger, "on_bad_rows": "zero", "trained_on": trained_on}
+    options = {"ledger": ledger, "on_bad_rows": "zero", "influence": influence}
     return dpbnn.recalibrate(posterior, data, 1.0, 1e-5, **options).temperature
 
 
-@pytest.mark.parametrize("trained_on", [False, True])
-def test_neighbours_move_no_release_by_more_than_its_sensitivity(trained_on):
+@pytest.mark.parametrize("influence", [0.0, 0.5])
+def test_neighbours_move_no_release_by_more_than_its_sensitivity(influence):
     """A record that is very wrong and very sure, zeroed out, then replaced by one that is right."""
     posterior, (x, y) = classes(60)
     x[7] *= 10
     y[7] = posterior.predict(x[7:8]).mean.argmin()
-    found = dpbnn.replay(lambda d: temperature_of(d, trained_on=trained_on), (x, y), 7)
+    found = dpbnn.replay(lambda d: temperature_of(d, influence=influence), (x, y), 7)
     assert len(found.distances) == temperature.STEPS
     assert found.check().worst == pytest.approx(1, rel=1e-3)
     other = y.clone()
@@ -242,15 +245,15 @@ def test_replay_sees_weights_that_look_at_other_records(monkeypatch):
     """A broken twin: draws are weighted by what all records say, not by the record's own label."""
     honest = temperature._slope
 
-    def shared(y, t, logs, left_out):
-        return honest(y, t, logs, left_out) - honest(y, t, logs, left_out).mean()
+    def shared(*given):
+        return honest(*given) - honest(*given).mean()
 
     posterior, (x, y) = classes(60)
     bad = x.clone()
     bad[7] = math.nan
     y[7] = posterior.predict(10 * x[7:8]).mean.argmin()
     x[7] *= 10_000
-    run = lambda d: temperature_of(d, trained_on=True)  # noqa: E731
+    run = lambda d: temperature_of(d, influence=0.5)  # noqa: E731
     assert dpbnn.replay(run, (x, y), (bad, y)).check().worst == pytest.approx(1, rel=1e-3)
     monkeypatch.setattr(temperature, "_slope", shared)
     with pytest.raises(dpbnn.PrivacyBug, match="times its sensitivity"):

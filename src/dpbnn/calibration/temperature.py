@@ -78,7 +78,7 @@ def recalibrate(
     seed: int = 0,
     noise: NoiseSource | None = None,
     on_bad_rows: str = "error",
-    trained_on: bool = False,
+    influence: float = 0.0,
 ) -> RecalibratedPosterior:
     """Choose the temperature of a posterior's predictions, privately.
 
@@ -113,14 +113,17 @@ def recalibrate(
         noise: the source of noise; a new one from operating-system entropy by default.
         on_bad_rows: "error" refuses records that cannot be used and says how many; "show" names
             them too; "zero" lets them contribute nothing.
-        trained_on: whether the posterior was trained on these records. A record's label then counts
-            with draws weighted by 1/p(y_i), as if the record had been left out of the training
-            (classes only; a point estimate has one draw, whose weight is 1).
+        influence: 0 for held-out records. For records of the training, how far one of them can have
+            moved the posterior: the mu of a training that is mu-Gaussian private. A record is
+            then judged by draws weighted by p(y_i)^-r, as if it had been left out of the training;
+            r is 1, or less so that the logarithms of the weights spread by `influence` at most (the
+            log-ratio of a mu-Gaussian private output with and without a record does not spread
+            more). A point estimate has one draw, whose weight is 1.
     """
     records = Records.of(data, on_bad_rows)
     budget = Budget.of(posterior.privacy, records.count, epsilon, delta, plan, ledger, STEPS)
     predictive, records = records.predicted(lambda x: posterior.predict(x, samples, seed=seed))
-    task, rows, work = _contributed(predictive, *records.targets(predictive), trained_on)
+    task, rows, work = _contributed(predictive, *records.targets(predictive), influence)
     n, sigma = budget.plan.n, budget.plan.noise_multiplier
     gate = budget.gate(CLIP[task], "recalibration", noise)
     crossing = Crossing(task, sigma * CLIP[task] / n)
@@ -166,7 +169,7 @@ def tempered(predictive: Predictive, temperature: float) -> Predictive:
 
 
 def _contributed(
-    predictive: Predictive, y: Tensor, kept: Tensor, trained_on: bool
+    predictive: Predictive, y: Tensor, kept: Tensor, influence: float
 ) -> tuple[str, Callable[..., Tensor], int]:
     """Return the task, what records first to last - 1 contribute at a temperature, and its size.
 
@@ -176,7 +179,7 @@ def _contributed(
     if isinstance(predictive, ClassPredictive):
         parts = [predictive.log_probabilities.clamp(min=_LOWEST)]
         target = y.to(parts[0].device, torch.long)
-        task, count = "classification", functools.partial(_slope, left_out=trained_on)
+        task, count = "classification", _slope
     else:
         assert isinstance(predictive, RealPredictive)
         parts = [predictive.means, predictive.variances]
@@ -185,30 +188,40 @@ def _contributed(
 
     def rows(first: int, last: int, temperature: float) -> Tensor:
         draws = (part[:, first:last].double() for part in parts)
-        found = count(target[first:last], temperature, *draws)
+        found = count(target[first:last], temperature, influence, *draws)
         return found.where(kept[first:last].to(found.device), 0.0)[:, None]
 
     return task, rows, parts[0][:, 0].numel()
 
 
-def _slope(y: Tensor, temperature: float, logs: Tensor, left_out: bool) -> Tensor:
-    """Return sum_s r_s (l_sy - sum_k p_sk l_sk)/T, with r_s the shares of the draws in p_T(y).
-
-    With `left_out` the shares are those in sum_s p_T,s(y)/p_s(y): draws weighted as if the record
-    had not been in the likelihood that they come from.
-    """
+def _slope(y: Tensor, temperature: float, influence: float, logs: Tensor) -> Tensor:
+    """Return sum_s r_s (l_sy - sum_k p_sk l_sk)/T, with r_s the shares of the draws in p_T(y)."""
     scaled = (logs / temperature).log_softmax(-1)
     index = y.view(1, -1, 1).expand(len(logs), -1, 1)
     own = logs.gather(-1, index).squeeze(-1)
-    shares = scaled.gather(-1, index).squeeze(-1)
-    shares = (shares - own if left_out else shares).softmax(0)
+    shares = (scaled.gather(-1, index).squeeze(-1) + _left_out(own, influence)).softmax(0)
     return (shares * (own - (scaled.exp() * logs).sum(-1))).sum(0) / temperature
 
 
-def _inside(y: Tensor, temperature: float, means: Tensor, variances: Tensor) -> Tensor:
+def _inside(
+    y: Tensor, temperature: float, influence: float, means: Tensor, variances: Tensor
+) -> Tensor:
     """Return 0.1 for a record in its interval of 90 %, -0.9 beyond it, averaged over outputs."""
     mean = means.mean(0)
     u = mean + (y - mean) / math.sqrt(temperature)
-    below = (torch.erfc((means - u) / (2 * variances).sqrt()) / 2).mean(0)
+    own = -0.5 * ((y - means).square() / variances + variances.log())
+    weights = _left_out(own, influence).softmax(0)
+    below = (weights * torch.erfc((means - u) / (2 * variances).sqrt()) / 2).sum(0)
     found = ((below - 0.5).abs() <= _LEVEL / 2).double() - _LEVEL
     return found.flatten(1).mean(1) if found.dim() > 1 else found
+
+
+def _left_out(own: Tensor, influence: float) -> Tensor:
+    """Return log-weights of the draws [S, ...], -r log p_s(y) with a spread of `influence` at most.
+
+    Args:
+        own: log-probability of a record's target under every draw.
+        influence: see `recalibrate`.
+    """
+    spread = own.std(0, correction=0).clamp(min=1e-12)
+    return -own * (influence / spread).clamp(max=1.0)

@@ -19,7 +19,7 @@ from dpbnn.calibration import tempered
 from dpbnn.data.standardising import Standardisation
 from dpbnn.data.statistics import private_bounds
 from dpbnn.estimators import recipes, storage
-from dpbnn.estimators.held_out import BETA, HeldOut
+from dpbnn.estimators.held_out import BETA, TRAINING, HeldOut
 from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, parsed_bounds, validated
 from dpbnn.messages import check_on_bad_rows
 from dpbnn.methods.method import Method
@@ -89,9 +89,12 @@ class PrivateBayes(BaseEstimator):
         """
         self._check_settings()
         recipe, method = self._recipe()
-        held = self._held_out()
         X, y = validated(self, X, y, self._regression, self.on_bad_rows)
         target = self._target(y)
+        if self.method == "auto":
+            classes = None if self._regression else target.outputs
+            recipe = recipes.of_auto(self._widths(), classes)
+        held = self._held_out(recipe)
         parts = held.parts(len(X))
         rows = parts.train if held else slice(None)
         rest, X = X, X[rows]
@@ -130,6 +133,7 @@ class PrivateBayes(BaseEstimator):
         )
         self.temperature_, self.threshold_, statement = held.found(
             self._in_double(posterior) if held else posterior,
+            plan,
             later,
             *((torch.from_numpy(scaling(rest[part])), torch.from_numpy(target.values[part]))
               for part in (parts.temper, parts.cover)),
@@ -245,8 +249,11 @@ class PrivateBayes(BaseEstimator):
             state["posterior_"] = storage.unpacked(state["posterior_"])
         super().__setstate__(state)
 
-    def _held_out(self) -> HeldOut:
-        return HeldOut(self.recalibrate, self.conformal, self._regression, self.on_bad_rows)
+    def _held_out(self, recipe: recipes.Recipe) -> HeldOut:
+        share = self.recalibrate
+        if share == TRAINING and not recipe.tempered:
+            share = None
+        return HeldOut(share, self.conformal, self._regression, self.on_bad_rows)
 
     @staticmethod
     def _in_double(posterior: Posterior) -> Posterior:
@@ -367,7 +374,7 @@ class PrivateBayes(BaseEstimator):
             standard = recipes.standardising_plan(n, weights, self.epsilon, delta)
         beside = tuple(plan for plan in (statistics, standard, *later) if plan is not None)
         plan = recipes.settled_plan(
-            n, self.epsilon, delta, self.batch_size, self.epochs, beside, recipe.steps
+            n, self.epsilon, delta, self.batch_size, self.epochs, beside, recipe.steps, recipe.every
         )
         return statistics, standard, plan
 

@@ -22,8 +22,9 @@ __all__ = ["BETA", "COVER_SHARE", "HeldOut", "Parts"]
 TRAINING = "training"
 TEMPER_ROWS = (0.2, 10_000)  # share of all rows held out for the temperature, and most rows for it
 TEMPER_SHARE = 0.1  # most of the budget's mu^2 for a temperature from training rows
-TEMPER_ERROR = (0.05, 2.0)  # of log T by the noise: as small as it need be, and where none is tried
-TEMPER_DRAWS = 25  # most posterior draws of the predictions for it
+TEMPER_ENOUGH = {"classification": 0.07, "regression": 0.04}  # error of log T by the noise
+TEMPER_HOPELESS = 2.0  # error above which no temperature is tried
+TEMPER_DRAWS = 16  # most posterior draws of the predictions for it
 COVER_ROWS = (0.2, 20_000)  # likewise for the threshold
 COVER_SHARE = 0.2  # of epsilon, for the threshold
 BETA = 0.01  # probability that the noise spoils the threshold
@@ -155,21 +156,20 @@ class HeldOut:
         """
         if epsilon is None:
             return None
-        one = recipes.solved_plan(
-            epsilon=epsilon, delta=delta, n=n, steps=1, sampling="full-batch"
-        )  # whose mu = 1/sigma is that of the budget
-        enough, too_much = TEMPER_ERROR
+        one = _budget(n, epsilon, delta)
+        enough = TEMPER_ENOUGH[self._task]
         more = max(1 / math.sqrt(TEMPER_SHARE), enough / error(self._task, one))
         sigma = one.noise_multiplier * more
         found = recipes.solved_plan(
             noise_multiplier=sigma * math.sqrt(STEPS), delta=delta, n=n, steps=STEPS,
             sampling="full-batch",
         )  # fmt: skip
-        return found if error(self._task, found) <= too_much else None
+        return found if error(self._task, found) <= TEMPER_HOPELESS else None
 
     def found(
         self,
         posterior: Posterior,
+        plan: Plan,
         plans: tuple[Plan | None, Plan | None],
         temper: tuple[Any, Any],
         cover: tuple[Any, Any],
@@ -183,6 +183,7 @@ class HeldOut:
 
         Args:
             posterior: of the training.
+            plan: likewise.
             plans: from `plans`.
             temper: inputs and targets of the rows for the temperature.
             cover: those of the rows for the threshold.
@@ -199,8 +200,11 @@ class HeldOut:
             "on_bad_rows": self.on_bad_rows,
         }
         if plans[0] is not None:
-            seen = {"trained_on": True, "samples": min(samples, TEMPER_DRAWS)}
-            more = common | (seen if self.on_training else {})
+            more = dict(common)
+            if self.on_training:
+                one = _budget(len(temper[0]), plan.epsilon, plan.delta)
+                more["influence"] = 1 / one.noise_multiplier
+                more["samples"] = min(samples, TEMPER_DRAWS)
             used = recalibrate(used, temper, plan=plans[0], **more)
             temperature = used.temperature
         if plans[1] is not None:
@@ -216,3 +220,8 @@ def _plan(n: int, steps: int, epsilon: float | None, share: float, delta: float)
     return recipes.solved_plan(
         epsilon=share * epsilon, delta=delta, n=n, steps=steps, sampling="full-batch"
     )
+
+
+def _budget(n: int, epsilon: float, delta: float) -> Plan:
+    """Return the plan of a single release for all of a budget, whose mu is 1/sigma."""
+    return recipes.solved_plan(epsilon=epsilon, delta=delta, n=n, steps=1, sampling="full-batch")

@@ -58,6 +58,9 @@ class Recipe:
             linear path and starts at 0; step sizes of the others go with inputs in [-1, 1].
         regresses: whether it has one for numbers.
         steps: of the training under privacy.
+        every: whether each step takes all rows, and as few steps do without privacy.
+        tempered: whether training rows decide a temperature by default; a posterior that models
+            the noise needs none.
     """
 
     method: type[Method]
@@ -69,6 +72,8 @@ class Recipe:
     regresses: bool = True
     standardise: bool = False
     steps: int = 400
+    every: bool = False
+    tempered: bool = True
 
     def network(
         self, features: int, hidden: tuple[int, ...], outputs: int
@@ -167,8 +172,10 @@ METHODS: dict[str, Recipe] = {
     "bbp": Recipe(methods.BBP, 0.02, 0.02, _ADAM, standardise=True),
     "vi": Recipe(methods.VI, 0.02, 0.02, _ADAM, standardise=True),
     "mcdropout": Recipe(methods.MCDropout, 0.02, 0.02, _ADAM, dropout=0.1, standardise=True),
-    "moments": Recipe(methods.Moments, None, None, standardise=True),
-    "noiseaware": Recipe(methods.NoiseAware, None, None, regresses=False),
+    "moments": Recipe(
+        methods.Moments, None, None, standardise=True, steps=3, every=True, tempered=False
+    ),
+    "noiseaware": Recipe(methods.NoiseAware, None, None, regresses=False, tempered=False),
     "sep": Recipe(methods.SEP, None, None, classifies=False),
 }
 
@@ -184,6 +191,17 @@ def _table_network(
     for parameter in network[-1].parameters():
         torch.nn.init.zeros_(parameter)
     return network
+
+
+def of_auto(hidden: tuple[int, ...], classes: int | None) -> Recipe:
+    """Return what "auto" takes: for a linear model, the method that models the noise.
+
+    Args:
+        hidden: widths of the hidden layers.
+        classes: number of classes; None for a regression.
+    """
+    linear = not hidden and classes in (None, 2)
+    return METHODS["moments" if linear else "auto"]
 
 
 def default_delta(n: int) -> float:
@@ -248,16 +266,19 @@ def settled_plan(
     epochs: float | None,
     beside: tuple[Any, ...] = (),
     steps: int = 400,
+    every: bool = False,
 ) -> Plan:
-    """Return the plan of a fit; all records at once where batch_size is n.
+    """Return the plan of a fit; all records at once where batch_size is n, or with `every`.
 
     Without batch_size it is n up to 2048 rows and 1024 beyond. Without epochs there are `steps`
-    (without privacy, where they cost nothing, 1000), or one pass over the data if that is more.
+    (without privacy, where they cost nothing, 1000, or 10 with `every`), or one pass over the data
+    if that is more.
     """
-    size = (n if n <= _ALL else _BATCH) if batch_size is None else batch_size
+    size = (n if n <= _ALL or every else _BATCH) if batch_size is None else batch_size
     length: dict[str, Any] = {"epochs": epochs}
     if epochs is None:
-        length = {"steps": max(1000 if epsilon is None else steps, -(-n // max(1, int(size))))}
+        count = (10 if every else 1000) if epsilon is None else steps
+        length = {"steps": max(count, -(-n // max(1, int(size))))}
     if size >= n:
         size, sampling = n, "full-batch"
     else:
