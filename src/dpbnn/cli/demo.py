@@ -16,7 +16,7 @@ from dpbnn.cli.say import Speaker, speaking
 __all__ = ["demo_command"]
 
 _MARK = "dpbnn demo"
-_TUNING_RUNS = 75  # most runs on the digits among those that chose the library's defaults
+_TUNING_RUNS = 155  # most runs on the digits among those that chose the library's defaults
 
 
 @click.command("demo")
