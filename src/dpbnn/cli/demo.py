@@ -15,7 +15,7 @@ from dpbnn.cli.account import plan_table, print_table
 from dpbnn.cli.say import Speaker, speaking
 
 _MARK = "dpbnn demo"
-_TUNING_RUNS = 75  # most runs on the digits among those that chose the library's defaults
+_TUNING_RUNS = 155  # most runs on the digits among those that chose the library's defaults
 
 
 @click.command("demo")
