@@ -8,7 +8,7 @@ process each.
 steps on splits of the training parts of public tables; no test row is looked at. `--batches` does
 so for batch sizes.
 
-`--calibrate` fits Adult with and without `--recalibrate 0.1` and `--conformal 0.1`.
+`--calibrate` fits Adult with `--recalibrate` none, training and 0.1, and with `--conformal 0.1`.
 
 `--time` says how long `dpbnn fit` takes on Adult, and how much of that is not training.
 """
@@ -89,7 +89,8 @@ def calibrate(seeds: int, epsilon: float) -> None:
         folder = Path(place)
         write(folder, "adult")
         for method in ("sgld", "sgd"):
-            for more in ((), ("--recalibrate", "0.1"), ("--conformal", "0.1")):
+            for how, alpha in (("none", None), ("training", None), ("0.1", None), ("none", "0.1")):
+                more = ("--recalibrate", how, *(("--conformal", alpha) if alpha else ()))
                 found = []
                 for seed in range(seeds):
                     run = folder / "-".join((method, *more, str(seed)))

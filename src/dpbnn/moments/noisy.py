@@ -436,7 +436,7 @@ def sample(
 
 
 def _fitted(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and root of a Gaussian that is a little wider than states [D, numbers, chains]."""
+    """Return mean and root of a Gaussian a little wider than states [D, numbers, chains]."""
     mean = z.mean(-1, keepdim=True)
     covariance = (z - mean) @ (z - mean).mT / z.shape[-1]
     eye = torch.eye(z.shape[1], dtype=z.dtype)
