@@ -194,8 +194,9 @@ def cell_of(
     kind: str, net: str, belief: str, private: bool, settings: str, seed: int
 ) -> dict[str, Any]:
     """Return a cell."""
-    return {"method": kind, "network": net, "prior": belief, "private": private,
+    cell = {"method": kind, "network": net, "prior": belief, "private": private,
             "settings": settings if private else "own", "seed": seed}  # fmt: skip
+    return {**cell, "how": method(cell).settings()}
 
 
 def found(
