@@ -333,6 +333,8 @@ def fig4(settings: Settings) -> Result:
         notes=(
             f"data of seed {seed}, settings of the correct protocol of dp-bnn.table3; bands are "
             f"two standard deviations; every fifth training point; epsilon at delta = 1/250",
+            "200 steps are far from stationary, so that SGLD's posterior std grows with its step "
+            "size, which is ten times larger with privacy (see dp-bnn.table3)",
         ),
         figure=Figure("x", "y", tuple(curves), log=False),
         summary=Summary(
