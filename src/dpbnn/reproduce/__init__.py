@@ -78,9 +78,10 @@ def _record(name: str, settings: Settings, seconds: float) -> dict[str, Any]:
         *(["--fast"] if settings.fast else []),
         *([f"--seed {settings.seed}"] if settings.seed else []),
         *([f"--seeds {settings.seeds}"] if settings.seeds else []),
-        *([f"--device {settings.device}"] if settings.device != "cpu" else []),
     ]
     used = [line["device"] for line in finished] or [device_name(settings.device)]
+    if not all(name.startswith("CPU") for name in used):
+        words.append("--device cuda")
     found = [line["versions"] for line in finished] or [versions()]
     return {
         "name": name,
