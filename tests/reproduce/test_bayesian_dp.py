@@ -127,7 +127,7 @@ class TestCommand:
         assert "--list" in self.run().output
         error = self.run("nothing").exception
         assert isinstance(error, ValueError)
-        assert str(error).startswith("'nothing': nothing of that name; give one of bayesian-dp.")
+        assert str(error).startswith("'nothing': nothing of that name; give one of dp-bnn.")
 
     def test_it_is_part_of_dpbnn(self):
         code = "import sys; from dpbnn.cli import main; main(['reproduce', '--list'])"

@@ -52,6 +52,18 @@ def test_the_list_names_every_item_with_one_line():
     assert all(len(line.split()) > 4 for line in lines.values())
 
 
+@pytest.mark.usefixtures("generated_folder")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_table_can_be_made_before_its_runs_are(name, tmp_path):
+    """With no time at all; items that need no cells are left out."""
+    alone = ("theorem", "dp-bnn.privacy", "dp-bnn.table5", "bounds", "fig4", "fig5", "dp-sep.fig1")
+    if any(word in name for word in alone):
+        return
+    result = reproduce.reproduce(name, reproduce.Settings(limit=-1, out=tmp_path))
+    assert 0 < result.record["cells"] == result.record["unfinished"]
+    assert reproduce.write(name, result, tmp_path)
+
+
 class TestCells:
     CELLS = ({"run": "a", "seed": 0}, {"run": "b", "seed": 0})
 
@@ -170,3 +182,22 @@ def test_the_printed_mixture_without_clip_and_noise_is_eq_5():
     other = dpbnn.fit(model, x, prior=PRIOR, method=dpbnn.EP(shared=True, damping=1 / N), plan=plan)
     torch.testing.assert_close(covariances[0], other.covariance, rtol=0.05, atol=0.05)
     torch.testing.assert_close(means[0], other.means, rtol=0.05, atol=0.05)
+
+
+def test_cells_from_another_device_are_rendered_here_and_the_command_says_so(tmp_path):
+    """A line of a cells file that a GPU wrote: its table is made without running anything."""
+    name = "dp-bbb.run"
+    settings = reproduce.Settings(out=tmp_path, limit=-1, seeds=1)
+    assert reproduce.reproduce(name, settings).record["unfinished"] == 6
+    from dpbnn.reproduce import dp_bbb_items
+
+    cell = {"data": "digits", "batches": "poisson", "seed": 0,
+            "settings": list(dp_bbb_items._RUNS["digits"])}  # fmt: skip
+    value = {"accuracy": 0.9, "nll": 0.4, "ece": 0.1, "sigma": 1.0, "epsilon": 2.0}
+    line = {"cell": cell, "value": value, "seconds": 7.0, "device": "NVIDIA H200", "versions": {}}
+    (tmp_path / f"{name}.cells.jsonl").write_text(json.dumps(line) + "\n")
+    result = reproduce.reproduce(name, settings)
+    assert result.record["unfinished"] == 5
+    assert result.record["seconds"] == 7.0
+    assert result.record["command"] == f"dpbnn reproduce {name} --seeds 1 --device cuda"
+    assert result.rows == (("digits", "poisson", 0.9, 0.4, 0.1, 1.0, 2.0, 1),)

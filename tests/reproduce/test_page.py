@@ -45,6 +45,8 @@ def test_what_has_no_result_or_a_fast_one_is_not_run_yet(tmp_path):
     assert "not run yet" in row(render(tmp_path))
     (tmp_path / "speed.json").write_text(json.dumps(result(fast=True)))
     assert "not run yet" in row(render(tmp_path))
+    (tmp_path / "speed.json").write_text(json.dumps(result(unfinished=7)))
+    assert "not run yet" in row(render(tmp_path))
     (tmp_path / "speed.json").write_text(json.dumps(result()))
     page = render(tmp_path)
     assert row(page) == "| [speed](#speed) | p | q | c | e | it holds |"

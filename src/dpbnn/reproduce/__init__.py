@@ -34,11 +34,16 @@ PAPERS = {
 Item = Callable[[Settings], Result]
 
 
-def items() -> dict[str, Item]:
-    """Return everything that can be reproduced, by name, such as "bayesian-dp.fig3"."""
+def items(paper: str | None = None) -> dict[str, Item]:
+    """Return everything that can be reproduced, by name, such as "bayesian-dp.fig3".
+
+    Args:
+        paper: one of `PAPERS`, for its items alone; the modules of others are not imported then.
+    """
     return {
-        f"{paper}.{name}" if paper else name: item
-        for paper, modules in PAPERS.items()
+        f"{key}.{name}" if key else name: item
+        for key, modules in PAPERS.items()
+        if paper is None or key == paper
         for module in modules
         for name, item in importlib.import_module(f"dpbnn.reproduce.{module}").ITEMS.items()
     }
@@ -51,9 +56,9 @@ def reproduce(name: str, settings: Settings | None = None) -> Result:
         name: one of `items()`.
         settings: how thoroughly, with which seed and data; the full run by default.
     """
-    known = items()
+    known = items(name.partition(".")[0] if "." in name else "")
     if name not in known:
-        raise ValueError(f"{name!r}: nothing of that name; give one of {', '.join(known)}")
+        raise ValueError(f"{name!r}: nothing of that name; give one of {', '.join(items())}")
     settings = dataclasses.replace(settings or Settings(), used=[])
     begin = time.monotonic()
     result = known[name](settings)
@@ -73,9 +78,10 @@ def _record(name: str, settings: Settings, seconds: float) -> dict[str, Any]:
         *(["--fast"] if settings.fast else []),
         *([f"--seed {settings.seed}"] if settings.seed else []),
         *([f"--seeds {settings.seeds}"] if settings.seeds else []),
-        *([f"--device {settings.device}"] if settings.device != "cpu" else []),
     ]
     used = [line["device"] for line in finished] or [device_name(settings.device)]
+    if not all(name.startswith("CPU") for name in used):
+        words.append("--device cuda")
     found = [line["versions"] for line in finished] or [versions()]
     return {
         "name": name,

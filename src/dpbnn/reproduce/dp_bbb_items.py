@@ -94,7 +94,7 @@ def _data(name: str, settings: Settings) -> tuple[Tensor, ...]:
 def run(settings: Settings) -> Result:
     """The note's algorithm, corrected, with fixed and with sampled batches at one epsilon."""
     cells = [
-        {"data": name, "batches": batches, "seed": seed}
+        {"data": name, "batches": batches, "seed": seed, "settings": list(_RUNS[name])}
         for name in (("digits",) if settings.fast else _RUNS)
         for batches in ("not private", "partition", "poisson")
         for seed in range(settings.seed, settings.seed + settings.count(3))

@@ -194,22 +194,33 @@ def cell_of(
     kind: str, net: str, belief: str, private: bool, settings: str, seed: int
 ) -> dict[str, Any]:
     """Return a cell."""
-    return {"method": kind, "network": net, "prior": belief, "private": private,
+    cell = {"method": kind, "network": net, "prior": belief, "private": private,
             "settings": settings if private else "own", "seed": seed}  # fmt: skip
+    return {**cell, "how": method(cell).settings()}
 
 
 def found(
-    settings: Settings, pairs: list[tuple[str, str]], nets: tuple[str, ...]
+    settings: Settings,
+    pairs: list[tuple[str, str]],
+    nets: tuple[str, ...],
+    private: tuple[str, ...] = ("paper", "own"),
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the finished runs of methods and priors, private ones by both sets of settings."""
+    """Return the finished runs of methods and priors, without privacy and with it.
+
+    Args:
+        settings: of the reproduction.
+        pairs: methods and priors.
+        nets: "mlp" and "cnn".
+        private: by which settings the private runs are.
+    """
     seeds = range(settings.seed, settings.seed + settings.count(3))
     cells = [
-        cell_of(kind, net, belief, private, which, seed)
+        cell_of(kind, net, belief, noisy, which, seed)
         for seed in seeds
         for net in nets
         for kind, belief in pairs
         if not (kind == "bbp" and net == "cnn")
-        for private, which in ((True, "paper"), (True, "own"), (False, "own"))
+        for noisy, which in (*((True, name) for name in private), (False, "own"))
     ]
     loaded: list[Images] = []
 

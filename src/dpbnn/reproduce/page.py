@@ -44,7 +44,7 @@ def render(folder: Path) -> str:
         words = (item.__doc__ or "").splitlines()[0]
         path = folder / f"{name}.json"
         values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-        if values is None or values["record"]["settings"]["fast"]:
+        if values is None or _empty(values["record"]):
             rows.append(
                 (f"{name}: {words}", "", "", "", "", f"not run yet: `dpbnn reproduce {name}`")
             )
@@ -52,6 +52,11 @@ def render(folder: Path) -> str:
         rows.append((f"[{name}](#{_anchor(name)})", *_summary(values)))
         sections.append(_section(name, values, folder))
     return "\n".join([_OPENING, *table(_COLUMNS, rows), "", *sections])
+
+
+def _empty(record: dict[str, Any]) -> bool:
+    """Whether nothing was run in full."""
+    return record["settings"]["fast"] or 0 < record["cells"] == record["unfinished"]
 
 
 def _summary(values: dict[str, Any]) -> tuple[str, ...]:

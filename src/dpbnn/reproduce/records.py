@@ -62,6 +62,16 @@ class Record:
     prior: Prior = dataclasses.field(default_factory=Flat)
     mu: float = 0.05
 
+    def settings(self) -> dict[str, Any]:
+        """Return what decides the outcome, as plain values."""
+        names = ("batch", "epochs", "epsilon", "views", "mu")
+        return {
+            **{name: getattr(self, name) for name in names},
+            **self.method().settings(),
+            "prior": repr(self.prior),
+            "network": self.network.__name__ if self.network else "linear",
+        }
+
 
 def _tanh_cnn() -> nn.Module:
     return cnn(activation=nn.Tanh)
@@ -78,18 +88,27 @@ def _head(**changes: Any) -> SGD:
 
 def _moments(**changes: Any) -> BBP:
     settings = {"learning_rate": 1.0, "momentum": 0.9, "clip": 0.1, "average": "polyak",
-                "rho": -4.0}  # fmt: skip
+                "rho": -6.0}  # fmt: skip
     return BBP(**{**settings, **changes})
+
+
+def _langevin(**changes: Any) -> SGHMC:
+    """Return SGHMC that moves as the linear head's SGD does; its clip follows from the noise."""
+    settings = {
+        "learning_rate": 1 / N,
+        "friction": 0.1,
+        "temperature": 0.01,
+        "keep": 100,
+        "thin": 5,
+    }
+    return SGHMC(**{**settings, **changes})
 
 
 RECORDS = {
     "linear head, one view": Record(_head),
     "linear head, five views": Record(_head, views=5),
     "BBP head, five views": Record(_moments, views=5, prior=Gaussian(1.0)),
-    "SGHMC head, five views": Record(
-        lambda: SGHMC(learning_rate=1 / N, friction=0.1, keep=100, thin=5), views=5,
-        prior=Gaussian(0.3),
-    ),
+    "SGHMC head, five views": Record(_langevin, views=5, prior=Gaussian(0.3)),
     "MLP on pixels": Record(
         lambda: SGD(learning_rate=1.0, momentum=0.9, clip=0.5, average="polyak"), 4096, 40, PIXELS,
         0, _tanh_mlp,
@@ -119,23 +138,21 @@ GRID: dict[str, dict[str, Callable[[], Method]]] = {
         for rate, clip in ((0.5, 0.5), (1.0, 0.5), (2.0, 0.1), (4.0, 0.1))
     },
     "BBP head, five views": {
-        f"rho {rho}, rate {rate}": lambda rho=rho, rate=rate: _moments(rho=rho, learning_rate=rate)  # type: ignore[misc]
-        for rho, rate in ((-3.0, 1.0), (-4.0, 1.0), (-3.0, 0.5))
+        f"rho {rho}": lambda rho=rho: _moments(rho=rho)  # type: ignore[misc]
+        for rho in (-5.0, -6.0, -7.0)
     },
     "SGHMC head, five views": {
-        f"rate {rate:g}/n": lambda rate=rate: SGHMC(  # type: ignore[misc]
-            learning_rate=rate / N, friction=0.1, keep=100, thin=5
-        )
-        for rate in (0.3, 1.0, 3.0)
+        f"temperature {heat:g}": lambda heat=heat: _langevin(temperature=heat)  # type: ignore[misc]
+        for heat in (1.0, 0.1, 0.01)
     },
 }
 """Settings that `records-validation` compares on the last sixth of the training images."""
 
 
-def features(x: Tensor, views: int, chunk: int = 2000) -> Tensor:
+def features(x: Tensor, views: int) -> Tensor:
     """Return the scattering of images, [n, views, 5184]."""
     layer = Scattering().to(x.device)
-    parts = []
+    parts, chunk = [], 2000 if x.is_cuda else 50
     for part in x.split(chunk):
         seen = shifted(part) if views > 1 else part[:, None]
         parts.append(layer(seen).flatten(2))
@@ -216,7 +233,9 @@ def records(settings: Settings) -> Result:
     seeds = range(settings.seed, settings.seed + settings.count(5))
     load.raw = images(settings)
     cells = [
-        {"run": name, "seed": seed, "images": load.raw.name} for name in RECORDS for seed in seeds
+        {"run": name, "seed": seed, "images": load.raw.name, "settings": record.settings()}
+        for name, record in RECORDS.items()
+        for seed in seeds
     ]
 
     def one(cell: dict[str, Any]) -> dict[str, Any]:
@@ -283,9 +302,14 @@ def records_validation(settings: Settings) -> Result:
     """Settings of `records` compared on the last sixth of the training images."""
     load = _Loaded(settings, True)
     cells = [
-        {"run": name, "setting": setting, "seed": settings.seed}
+        {
+            "run": name,
+            "setting": setting,
+            "seed": settings.seed,
+            "settings": dataclasses.replace(RECORDS[name], method=made).settings(),
+        }
         for name, grid in GRID.items()
-        for setting in grid
+        for setting, made in grid.items()
     ]
     cells = cells[::6] if settings.fast else cells
 
