@@ -203,14 +203,18 @@ def band(
     y_label: str,
     points: tuple[Any, Any] | None = None,
     truth: Any = None,
+    bounds: tuple[float, float] | None = None,
 ) -> Markup:
-    """Show predictions with two bands: posterior uncertainty, and that plus noise (95 %)."""
+    """Show predictions with two bands inside bounds: posterior uncertainty, and noise too (95 %)."""
     order = np.argsort(np.asarray(x, dtype=float), kind="stable")
     x, mean, epistemic, aleatoric = (
         np.asarray(v, dtype=float)[order] for v in (x, mean, epistemic, aleatoric)
     )
-    inner, outer = _Z * epistemic, _Z * np.sqrt(epistemic**2 + aleatoric**2)
-    heights = [mean - outer, mean + outer]
+    inner, outer = (
+        [np.clip(mean + side * _Z * std, *(bounds or (-np.inf, np.inf))) for side in (-1, 1)]
+        for std in (epistemic, np.sqrt(epistemic**2 + aleatoric**2))
+    )
+    heights = list(outer)
     if points is not None:
         heights.append(np.asarray(points[1], dtype=float))
     if truth is not None:
@@ -236,8 +240,8 @@ def band(
     def at(values: np.ndarray) -> list[tuple[float, float]]:
         return [(p, up(v)) for p, v in zip(px, values[keep], strict=True)]
 
-    drawing.band(at(mean - outer), at(mean + outer), "c6 area wide")
-    drawing.band(at(mean - inner), at(mean + inner), "c1 area deep")
+    drawing.band(at(outer[0]), at(outer[1]), "c6 area wide")
+    drawing.band(at(inner[0]), at(inner[1]), "c1 area deep")
     if points is not None:
         shown = _spread(len(points[0]), 500)
         pairs = np.stack([np.asarray(points[0]), np.asarray(points[1])], 1).astype(float)[shown]

@@ -65,6 +65,7 @@ class Band:
         points: test records (x, y), drawn only where the test data is public.
         truth: the true function at x, where it is known.
         note: what is held fixed, in a sentence.
+        bounds: public range of the target, which the bands do not leave.
     """
 
     x: Sequence[float] | np.ndarray
@@ -76,6 +77,7 @@ class Band:
     points: tuple[Any, Any] | None = None
     truth: Sequence[float] | np.ndarray | None = None
     note: str = ""
+    bounds: tuple[float, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

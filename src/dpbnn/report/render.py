@@ -102,6 +102,7 @@ def _band(band: Band | None, public: bool) -> dict[str, Any] | None:
         y_label=band.y_label,
         points=points,
         truth=band.truth,
+        bounds=band.bounds,
     )
     caption = "Line: predictive mean. Bands: 95 % of a Gaussian with these stds."
     if points is not None:
