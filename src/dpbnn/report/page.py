@@ -98,6 +98,9 @@ class RunPage:
         test_data_public: whether single test records may be shown.
         ledger: the ledger's path as a reader would type it; None where there is none.
         created: date of the run, as shown.
+        rows: number of rows by what they were used for, such as training.
+        public: what was known in public: columns and their bounds or categories.
+        promise: what prediction sets or intervals promise, in one or two sentences.
     """
 
     privacy: PrivacyStatement | Mapping[str, Any]
@@ -113,6 +116,9 @@ class RunPage:
     test_data_public: bool = False
     ledger: str | None = "ledger.jsonl"
     created: str = ""
+    rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    public: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    promise: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
