@@ -11,6 +11,7 @@ from command_line import run
 import dpbnn
 from dpbnn import PrivateBayesClassifier, PrivateBayesRegressor
 from dpbnn.estimators.held_out import HeldOut
+from dpbnn.predictive import RealPredictive
 
 BOTH = {"recalibrate": 0.2, "conformal": 0.2}
 COMMON = {"method": "sgld", "bounds": (-3, 3), "epochs": 20, "random_state": 0}
@@ -326,3 +327,30 @@ def test_the_command_line_from_csv_to_csv(capsys, tmp_path, made):
                          "--out", tmp_path / "other")  # fmt: skip
     assert (code, err.count("\n")) == (2, 1)
     assert not (tmp_path / "other").exists()
+
+
+def test_clipping_to_public_bounds_keeps_the_promise():
+    """Calibrated intervals are around the mean before clipping, and are clipped themselves.
+
+    Half of the targets lie beyond the bounds. Intervals around a clipped mean would be other ones.
+    """
+    x, y = line(4000)
+    narrow = {**NUMBERS, "target_bounds": (0.0, 3.0)}
+    estimator = PrivateBayesRegressor(epsilon=4.0, conformal=0.2, **narrow).fit(x, y)
+    predictive = estimator.predictive(x)
+    low, high = estimator.predict_interval(x)
+    assert low.min() >= 0
+    assert high.max() <= 3
+    for values in (estimator.predict(x), *(end.numpy() for end in predictive.interval(0.99))):
+        assert values.min() >= 0
+        assert values.max() <= 3
+    centre, reach = np.linspace(-2, 5, 50), 0.5 * estimator.threshold_
+    made = RealPredictive(torch.as_tensor(centre)[None], 0.25, (0.0, 3.0))
+    low, high = estimator.covering(made)
+    assert np.allclose(low, np.clip(centre - reach, 0, 3))
+    assert np.allclose(high, np.clip(centre + reach, 0, 3))
+    assert not np.allclose(low, np.clip(made.mean.numpy() - reach, 0, 3))
+    fresh, truth = line(4000, seed=1)
+    low, high = estimator.predict_interval(fresh)
+    held = (low <= truth.clip(0, 3)) & (truth.clip(0, 3) <= high)
+    assert held.mean() > 0.75

@@ -238,3 +238,37 @@ class TestClasses:
             pred.log_prob(torch.tensor([0, 2]))
         with pytest.raises(ValueError, match="integers"):
             pred.log_prob(torch.tensor([0.0, 1.0]))
+
+
+class TestBounds:
+    """Predictions stay inside public bounds; the density is that of the mixture."""
+
+    BOUNDS = (0.0, 2.0)
+
+    def pair(self):
+        means = 3 * torch.randn(5, 400, generator=generator(), dtype=torch.double)
+        return RealPredictive(means, 1.0), RealPredictive(means, 1.0, self.BOUNDS)
+
+    def test_predictions_never_leave_the_bounds(self):
+        _, bounded = self.pair()
+        found = [bounded.mean, bounded.mode, *bounded.interval(0.99), bounded.samples(50)]
+        found += [bounded.quantile(q) for q in (0.0, 1e-6, 0.5, 1.0)]
+        for values in found:
+            assert values.min() >= 0
+            assert values.max() <= 2
+        assert bounded.take([3, 4]).interval(0.9)[1].max() <= 2
+
+    def test_quantiles_are_those_of_the_clipped_target(self):
+        free, bounded = self.pair()
+        draws = free.samples(4001, generator(1)).clamp(*self.BOUNDS)
+        for q in (0.1, 0.5, 0.9):
+            assert torch.equal(bounded.quantile(q), free.quantile(q).clamp(*self.BOUNDS))
+            below = (draws <= bounded.quantile(q)).double().mean(0)
+            assert (below >= q - 6 * math.sqrt(q * (1 - q) / 4001) - 1 / 4001).all()
+
+    def test_density_and_uncertainty_are_those_of_the_mixture(self):
+        free, bounded = self.pair()
+        y = torch.linspace(0, 2, 400, dtype=torch.double)
+        for name in ("variance", "epistemic", "aleatoric", "entropy"):
+            assert torch.equal(getattr(free, name), getattr(bounded, name))
+        assert torch.equal(free.log_prob(y), bounded.log_prob(y))

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from functools import cached_property
 from statistics import NormalDist
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -226,13 +226,24 @@ class RealPredictive(Predictive):
     variance = variance over samples of the mean (epistemic) + mean noise variance (aleatoric).
     Quantiles, intervals, mode and entropy are those of each output by itself.
 
+    With public bounds of the target, predictions stay inside: mean, mode, quantiles, intervals and
+    draws are clipped to them. Clipped quantiles are exactly those of the clipped target. Density,
+    variances and entropy stay those of the mixture, which knows no bounds.
+
     Args:
         means: means of every posterior sample, [S, N] or [S, N, D].
         variances: noise variances, broadcast to the means.
+        bounds: (low, high), public range of the target; None for no bounds.
     """
 
-    def __init__(self, means: Tensor, variances: Tensor | float) -> None:
+    def __init__(
+        self,
+        means: Tensor,
+        variances: Tensor | float,
+        bounds: tuple[float, float] | None = None,
+    ) -> None:
         self.means = _checked(means, "means", 2)
+        self.bounds = bounds
         variances = torch.as_tensor(variances, dtype=self.means.dtype, device=self.means.device)
         if not ((variances > 0) & variances.isfinite()).all():
             raise ValueError(
@@ -245,8 +256,8 @@ class RealPredictive(Predictive):
 
     @cached_property
     def mean(self) -> Tensor:
-        """Predictive mean 1/S sum_s m_s."""
-        return self.means.mean(0)
+        """Predictive mean 1/S sum_s m_s, inside the bounds."""
+        return self._inside(self.means.mean(0))
 
     @property
     def variance(self) -> Tensor:
@@ -270,7 +281,7 @@ class RealPredictive(Predictive):
         The best component mean, moved uphill by x <- sum_s r_s m_s / v_s over sum_s r_s / v_s with
         r_s the responsibilities at x.
         """
-        return self._per_output(_mode)
+        return self._inside(self._per_output(_mode))
 
     @cached_property
     def entropy(self) -> Tensor:
@@ -287,8 +298,8 @@ class RealPredictive(Predictive):
         """
         _check_quantile(q)
         if q in (0, 1):
-            return torch.full_like(self.mean, math.inf if q else -math.inf)
-        return self._per_output(lambda m, s: _quantile(m, s, q))
+            return self._inside(torch.full_like(self.mean, math.inf if q else -math.inf))
+        return self._inside(self._per_output(lambda m, s: _quantile(m, s, q)))
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Return the ends of the equal-tailed interval of that probability."""
@@ -300,7 +311,7 @@ class RealPredictive(Predictive):
         """Return k draws of y for every input, [k, N] or [k, N, D]."""
         picked = _pick(len(self.means), k, generator, self.means.device)
         noise = torch.empty_like(self.means[picked]).normal_(generator=generator)
-        return self.means[picked] + self.variances[picked].sqrt() * noise
+        return self._inside(self.means[picked] + self.variances[picked].sqrt() * noise)
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return log 1/S sum_s prod_d N(y_id; m_sid, v_sid), [N]: the joint density of outputs."""
@@ -311,6 +322,14 @@ class RealPredictive(Predictive):
             )
         parts = _log_normal(y.reshape(self.mean.shape), self.means, self.variances)
         return _log_mean_exp(parts.flatten(2).sum(2) if parts.dim() > 2 else parts)
+
+    def take(self, rows: Any) -> RealPredictive:
+        """Return the prediction of some inputs, by their positions."""
+        index = torch.as_tensor(rows, device=self.means.device)
+        return RealPredictive(self.means[:, index], self.variances[:, index], self.bounds)
+
+    def _inside(self, values: Tensor) -> Tensor:
+        return values if self.bounds is None else values.clamp(*self.bounds)
 
     def _per_output(self, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Return compute(means, stds) [S, n] -> [n] over all outputs, in float64 and in blocks."""

@@ -35,10 +35,11 @@ def test_every_number_is_that_of_the_plain_function():
         "accuracy": ev.accuracy, "nll": ev.nll, "brier": ev.brier, "ece": ev.ece, "mce": ev.mce,
         "ece_mass": lambda p, y: ev.ece(p, y, kind="mass"), "classwise_ece": ev.classwise_ece,
         "global_gap": ev.global_gap, "aurc": lambda p, y: ev.risk_coverage(p, y).aurc,
+        "auroc": ev.auroc, "average_precision": ev.average_precision, "recall": ev.recall,
     }  # fmt: skip
     assert list(found.metrics) == [
-        "accuracy", "nll", "brier", "ece", "ece_mass", "mce", "classwise_ece", "global_gap",
-        "aurc",
+        "accuracy", "auroc", "average_precision", "recall", "nll", "brier", "ece", "ece_mass",
+        "mce", "classwise_ece", "global_gap", "aurc",
     ]  # fmt: skip
     for name, metric in found.metrics.items():
         assert metric.value == pytest.approx(expected[name](p, y))
@@ -50,7 +51,7 @@ def test_every_number_is_that_of_the_plain_function():
     predictive, target = reals()
     found = dpbnn.evaluate(predictive, target, resamples=20)
     assert found.task == "regression"
-    for name in ("rmse", "log_likelihood", "crps"):
+    for name in ("rmse", "mae", "r2", "log_likelihood", "crps"):
         value = getattr(ev, name)(predictive, target)
         assert found.metrics[name].value == pytest.approx(value, rel=1e-5)
     plain = ev.interval_coverage(predictive, target)
@@ -129,8 +130,8 @@ def test_the_table_is_readable():
     text = str(ev.evaluate(*classes(200), resamples=50))
     lines = text.splitlines()
     assert lines[0] == "Classification on 200 records, 95% bootstrap intervals"
-    assert len(lines) == 10
-    assert all(len(line) < 90 for line in lines)
+    assert len(lines) == 13
+    assert all(len(line) < 100 for line in lines)
     assert "90% interval, coverage" in str(ev.evaluate(*reals(50), resamples=50))
 
 

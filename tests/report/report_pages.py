@@ -14,7 +14,8 @@ EVIL = "<script>alert('x')</script>"
 LONG = "a_column_with_a_very_long_name_that_nobody_ever_thought_of_breaking_anywhere_at_all"
 
 CLASS_SECTIONS = [
-    *("privacy", "metrics", "reliability", "confidence", "risk-coverage", "examples"),
+    *("privacy", "public", "metrics", "groups", "confusion", "reliability", "confidence"),
+    *("risk-coverage", "examples"),
     *("diagnostics", "settings", "versions", "hashes", "verify"),
 ]
 REAL_SECTIONS = [
@@ -55,7 +56,17 @@ def class_page(**changes):
     images = np.random.default_rng(3).random((len(y), 8, 8))
     page = report.RunPage(
         privacy=statement(),
-        evaluation=evaluate(predictive, y, resamples=50),
+        evaluation=evaluate(
+            predictive,
+            y,
+            resamples=50,
+            classes=["no", EVIL, LONG],
+            groups=[EVIL, LONG, *["b"] * (len(y) - 2)],
+            group=f"site {EVIL}",
+        ),
+        rows={"training": 1000, "calibration": 20},
+        public={EVIL: "number, 0 to 1", LONG: f"categories: {EVIL}, {LONG}"},
+        promise=f"Sets hold the truth for 80 % of the records {EVIL}.",
         title=f"Three classes {EVIL}",
         settings={"method": "sgld", EVIL: EVIL, "model": {"hidden": [64, 32], LONG: 1 / 3}},
         versions={"dpbnn": dpbnn.__version__, "torch": torch.__version__},

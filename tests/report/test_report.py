@@ -30,7 +30,10 @@ from report_pages import (
 import dpbnn
 from dpbnn import report
 from dpbnn.evaluation import evaluate
-from dpbnn.report.plain_words import guess_chance, percent_up, read
+from dpbnn.report import charts
+from dpbnn.report.figures import decimals
+from dpbnn.report.plain_words import guess_chance, percent_up, read, written
+from dpbnn.report.template import short
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -357,7 +360,9 @@ class TestParts:
         page = class_page()
         found = text(report.render(page))
         accuracy = page.evaluation.metrics["accuracy"]
-        assert f"{accuracy.value:.4f} {accuracy.low:.4f} to {accuracy.high:.4f}" in found
+        value, low, high = map(decimals, (accuracy.value, accuracy.low, accuracy.high))
+        assert f"{value} {low} to {high} {decimals(page.evaluation.baseline['accuracy'])}" in found
+        assert "No training record was read for it" in found
         assert "95 % interval" in found
 
     def test_an_evaluation_from_json_gives_the_same_page(self):
@@ -378,9 +383,52 @@ class TestParts:
     def test_counts_are_written_into_the_reliability_diagram(self):
         page = class_page()
         drawing = re.search(r'aria-label="Reliability.*?</svg>', report.render(page), re.DOTALL)[0]
-        written = re.findall(r'class="count middle">(\d+)<', drawing)
+        shown = re.findall(r'class="count middle">(\d+)<', drawing)
         counts = page.evaluation.reliability.counts
-        assert [int(n) for n in written] == counts[counts > 0].tolist()
+        assert [int(n) for n in shown] == counts[counts > 0].tolist()
+
+    @pytest.mark.parametrize("n", [7, 999, 8888, 88_888, 7_777_777])
+    def test_counts_do_not_collide(self, n):
+        edges, middles = np.linspace(0, 1, 16), np.linspace(0.03, 0.97, 15)
+        for counts in ([n] * 15, [n, n // 2 or 1] * 7 + [n], list(range(n, n + 15))):
+            drawing = str(charts.reliability(edges, counts, middles, middles))
+            found = re.findall(r'x="([\d.]+)" y="([\d.]+)" class="count middle">([^<]+)<', drawing)
+            boxes = [(float(x), float(y), 5.3 * len(words)) for x, y, words in found]
+            assert len(boxes) == 15
+            for i, (x, y, wide) in enumerate(boxes):
+                assert 290 < y < 362
+                for x2, y2, wide2 in boxes[:i]:
+                    assert abs(x - x2) >= (wide + wide2) / 2 or abs(y - y2) >= 9
+
+    def test_numbers_are_as_people_write_them(self):
+        for value, expected in ((0.5, "0.5"), (3.1e-6, "3.1e-6"), (1200.0, "1200"), (1e20, "1e20")):
+            assert written(value) == expected
+            assert short(value) == expected
+        for value, expected in (
+            (0.5, "0.5"), (0.91234, "0.9123"), (3.1e-6, "3.1e-6"), (-1.25, "−1.25"), (0.0, "0"),
+            (123456.0, "123456"), (12.3456, "12.35"), (None, "—"), (-3.1e-6, "−3.1e-6"),
+            (3e9, "3e9"),
+        ):  # fmt: skip
+            assert decimals(value) == expected
+
+    def test_groups_confusion_promise_and_public_facts_are_shown(self):
+        page = class_page()
+        found = text(report.render(page))
+        for words in (
+            "1000 rows for training, 20 rows for calibration",
+            f"Sets hold the truth for 80 % of the records {EVIL}.",
+            "What was known in public",
+            "number, 0 to 1",
+            f"By site {EVIL}",
+            "Confusion matrix",
+            "A release is one noised sum",
+        ):
+            assert words in found
+        first = page.evaluation.groups[0]
+        assert first.n == 1
+        assert f"{first.name} 1 {decimals(first.metrics['accuracy'].value)}" in found
+        matrix = page.evaluation.confusion
+        assert f"no {' '.join(map(str, matrix[0]))}" in found
 
     def test_chain_diagnostics_and_their_warnings(self):
         page = class_page()
@@ -438,10 +486,12 @@ class TestWrite:
 
 class TestComparison:
     def test_every_run_metric_and_epsilon_is_in_the_table(self):
-        found = Outline(report.render_comparison(rows(with_open=False)))
+        page = report.render_comparison(rows(with_open=False))
+        found = Outline(page)
         assert found.ids == ["privacy", "runs", "charts"]
         value = rows()[0].evaluation.metrics["accuracy"].value
-        assert found.text.count(f"{value:.4f}") == 6
+        assert page.count(f'data-name="accuracy">{decimals(value)}<span') == 6
+        assert "baseline no training" in found.text
         for words in ("accuracy", "log-loss (NLL)", "ECE", "bbp"):
             assert words in found.text
 
@@ -469,7 +519,7 @@ class TestComparison:
         kept[-1] = dataclasses.replace(kept[-1], evaluation=best)
         page = report.render_comparison(kept)
         bold = re.findall(r'best" data-name="accuracy">([\d.]+)', page)
-        assert bold == [f"{better['metrics']['accuracy']['value']:.4f}"]
+        assert bold == [decimals(better["metrics"]["accuracy"]["value"])]
 
     def test_regression_has_its_own_metrics(self):
         found = real_page().evaluation

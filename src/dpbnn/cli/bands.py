@@ -46,6 +46,7 @@ def band_along(schema: Schema, predictive: Any) -> Band | None:
         aleatoric=found.aleatoric.flatten()[part].sqrt().numpy(),
         x_label=column.name,
         y_label=schema.target.name,
+        bounds=found.bounds,
         note="" if len(schema.columns) == 1 else others,
     )
 

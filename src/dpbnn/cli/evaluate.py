@@ -13,7 +13,7 @@ from dpbnn.cli.options import read, reading_options
 from dpbnn.cli.say import Speaker, speaking
 
 if TYPE_CHECKING:
-    from dpbnn.data import Table
+    from dpbnn.data import Column, Schema, Table
     from dpbnn.evaluation import Evaluation
     from dpbnn.predictive import Predictive
     from dpbnn.report import RunPage
@@ -28,6 +28,23 @@ _NOTE = "These figures are computed from the test data, which they do not protec
 @click.argument("table", type=_PATH)
 @reading_options
 @click.option("--report", type=_PATH, help="The page [default: report.html in the run].")
+@click.option(
+    "--group",
+    metavar="COLUMN",
+    help="A public column of the table: metrics are given for each of its values too.",
+)
+@click.option(
+    "--threshold",
+    type=float,
+    default=0.5,
+    show_default=True,
+    help="Probability from which a record counts as found, for recall.",
+)
+@click.option(
+    "--positive",
+    metavar="CLASS",
+    help="The positive one of two classes [default: the second of the schema].",
+)
 @click.option("--test-data-public", is_flag=True,
               help="Single test records may be shown in the report.")  # fmt: skip
 @click.option("--training-table", is_flag=True,
@@ -38,6 +55,9 @@ def evaluate_command(
     run: Path,
     table: Path,
     report: Path | None,
+    group: str | None,
+    threshold: float,
+    positive: str | None,
     test_data_public: bool,
     training_table: bool,
     device: str,
@@ -48,7 +68,7 @@ def evaluate_command(
 
     \b
     Example:
-      dpbnn evaluate run/ test.csv --report report.html
+      dpbnn evaluate run/ test.csv --report report.html --group sex
     """
     from dpbnn import report as reports
     from dpbnn.runs import REPORT, Run
@@ -56,7 +76,10 @@ def evaluate_command(
     with speaker.warnings():
         opened = Run.open(run, device)
         rows = read(table, options)
-        predictive, truth, evaluation = evaluated(opened, rows, training_table)
+        asked = {"threshold": threshold, **_positive(opened, positive)}
+        if group is not None:
+            asked |= {"groups": _group(rows, group), "group": group}
+        predictive, truth, evaluation = evaluated(opened, rows, training_table, **asked)
         covered = coverage(opened, predictive, truth)
     values = {**evaluation.to_dict(), **({"conformal": covered} if covered else {})}
     opened.write_metrics(values)
@@ -96,7 +119,7 @@ def report_command(run: Path, out: Path | None, speaker: Speaker) -> None:
 
 
 def evaluated(
-    run: Run, rows: Table, training_table: bool = False
+    run: Run, rows: Table, training_table: bool = False, **options: Any
 ) -> tuple[Predictive, Any, Evaluation]:
     """Return predictions, targets in their own units and their evaluation.
 
@@ -104,6 +127,7 @@ def evaluated(
         run: the run.
         rows: the test table.
         training_table: whether it may be the one of the training.
+        **options: of `dpbnn.evaluate`.
     """
     from dpbnn.evaluation import evaluate
 
@@ -112,7 +136,29 @@ def evaluated(
         run.check_test_table(x, y)
     truth = y if run.schema.classes is not None else run.schema.decode_target(y)
     predictive = run.estimator.predictive(x)
-    return predictive, truth, evaluate(predictive, truth)
+    options["classes"] = run.schema.classes or ()
+    return predictive, truth, evaluate(predictive, truth, **options)
+
+
+def _positive(run: Run, name: str | None) -> dict[str, int]:
+    """Return the number of the positive class, of two."""
+    classes = run.schema.classes
+    if name is None:
+        return {}
+    if classes is None or len(classes) != 2 or name not in classes:
+        allowed = "a target of two classes" if len(classes or ()) != 2 else " or ".join(classes)
+        raise ValueError(f"--positive {name}: needs {allowed}")
+    return {"positive": classes.index(name)}
+
+
+def _group(rows: Table, column: str) -> list[str | None]:
+    """Return the group of every row."""
+    from dpbnn.data.table import cell
+
+    if column not in rows:
+        raise ValueError(f"--group {column}: no column of the table; it has {rows.listed()}")
+    found = [cell(value) for value in rows.raw(column)]
+    return [None if value in rows.missing else value for value in found]
 
 
 def coverage(run: Run, predictive: Predictive, truth: Any) -> dict[str, Any] | None:
@@ -150,6 +196,9 @@ def page(run: Run, evaluation: Any, *, test_data_public: bool = False) -> RunPag
     return reports.RunPage(
         privacy=run.manifest["privacy"],
         evaluation=evaluation,
+        rows=_rows(run),
+        public=described(run.schema),
+        promise=_promise(run, evaluation),
         title=f"{run.schema.task.capitalize()} of {run.schema.target.name}",
         settings=settings,
         versions=run.manifest["versions"],
@@ -160,6 +209,50 @@ def page(run: Run, evaluation: Any, *, test_data_public: bool = False) -> RunPag
         ledger=run.ledger,
         created=run.manifest["created"][:10],
     )
+
+
+def _rows(run: Run) -> dict[str, int]:
+    """Return the numbers of rows that the statement names, which are public."""
+    mechanisms = run.manifest["privacy"].get("mechanisms", ())
+    found = {m["label"]: m["n"] for m in mechanisms if m.get("n") is not None}
+    held = {"recalibration", "conformal calibration"} & set(found)
+    training = [n for label, n in found.items() if label not in held]
+    if not training:
+        return {}
+    return {"training": max(training), **{name: found[name] for name in sorted(held)}}
+
+
+def described(schema: Schema) -> dict[str, str]:
+    """Return columns and target with their public bounds or categories, in words."""
+    found = {column.name: _described(column) for column in schema.columns}
+    return {**found, f"{schema.target.name} (target)": _described(schema.target)}
+
+
+def _described(column: Column) -> str:
+    from dpbnn.report.template import short
+
+    if column.bounds is not None and column.categories is None:
+        low, high = map(float, column.bounds)
+        words = f"number, {short(low)} to {short(high)}" + ", in logarithms" * column.log
+    else:
+        words = f"categories {short(list(column.categories or ()))}" + ", or another" * column.other
+    return words if column.missing == "refuse" else f"{words}; missing values: {column.missing}"
+
+
+def _promise(run: Run, evaluation: Any) -> str:
+    """Say what conformal sets or intervals promise and hold, empty where there are none."""
+    promised = run.estimator.calibration_.get("coverage at least")
+    if promised is None:
+        return ""
+    kind = "Prediction sets" if run.schema.classes is not None else "Prediction intervals"
+    text = (
+        f"{kind} hold the truth for at least {100 * promised:g} % of new records, however good the "
+        f"model is, as long as those are drawn like the training records."
+    )
+    found = (evaluation or {}).get("conformal") if isinstance(evaluation, dict) else None
+    if found:
+        text += f" On the test records they held {100 * found['observed']:.1f} %."
+    return text
 
 
 def _with_records(

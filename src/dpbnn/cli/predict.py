@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 import operator
 import sys
@@ -16,6 +17,7 @@ from dpbnn.cli.options import read, reading_options
 from dpbnn.cli.say import Speaker, speaking
 
 if TYPE_CHECKING:
+    from dpbnn.data import Schema, Table
     from dpbnn.predictive import Predictive
     from dpbnn.runs import Run
 
@@ -30,6 +32,20 @@ _ROWS = 8192  # predicted at once
 @click.option("--out", type=_PATH, help="The CSV file [default: print it].")
 @click.option("--level", type=float, default=0.9, show_default=True,
               help="Probability of the interval, for a real target.")  # fmt: skip
+@click.option(
+    "--id",
+    "identifier",
+    metavar="COLUMN",
+    help="A column of the table that stands first in every line of the output.",
+)
+@click.option(
+    "--on-bad-rows",
+    type=click.Choice(["error", "keep"]),
+    default="error",
+    show_default=True,
+    help="Rows that cannot be used: error refuses the table, keep "
+    "writes a line without prediction that says why in the column problem.",
+)
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @speaking
 def predict_command(
@@ -37,6 +53,8 @@ def predict_command(
     table: Path,
     out: Path | None,
     level: float,
+    identifier: str | None,
+    on_bad_rows: str,
     device: str,
     speaker: Speaker,
     **options: Any,
@@ -52,7 +70,7 @@ def predict_command(
 
     \b
     Example:
-      dpbnn predict run/ new.csv --out predictions.csv
+      dpbnn predict run/ new.csv --out predictions.csv --id patient --on-bad-rows keep
     """
     from dpbnn.runs import Run
     from dpbnn.storage import replace_file
@@ -63,28 +81,128 @@ def predict_command(
         raise ValueError("--json: needs --out, since the predictions are printed otherwise")
     with speaker.warnings():
         opened = Run.open(run, device)
-        x, _ = opened.schema.encode(read(table, options), target=False)
+        rule = "zero" if on_bad_rows == "keep" else "error"
+        rows = read(table, {**options, "on_bad_rows": rule})
+        x, _ = opened.schema.encode(rows, target=False, on_bad_rows=rule)
+    output = _Output(
+        opened,
+        x,
+        level,
+        None if identifier is None else (identifier, _identifiers(rows, identifier)),
+        _problems(opened.schema, rows, x) if on_bad_rows == "keep" else None,
+    )
     if out is None:
-        _write(sys.stdout, opened, x, level)
+        output.write(sys.stdout)
         return
 
     def write(path: Path) -> None:
         with path.open("w", newline="", encoding="utf-8") as file:
-            _write(file, opened, x, level)
+            output.write(file)
 
     replace_file(out, write)
-    speaker.say(f"Wrote {len(x)} predictions to {out}.")
-    speaker.result({"rows": len(x), "predictions": str(out), "privacy": opened.manifest["privacy"]})
+    bad = len(output.problems or ())
+    speaker.say(f"Wrote {len(x) - bad} predictions to {out}.")
+    if bad:
+        speaker.say(f"{bad} row{'s' * (bad != 1)} could not be used; the column problem says why.")
+    speaker.result(
+        {
+            "rows": len(x),
+            "bad_rows": bad,
+            "predictions": str(out),
+            "privacy": opened.manifest["privacy"],
+        }
+    )
 
 
-def _write(file: IO[str], run: Run, x: Any, level: float) -> None:
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(_header(run))
-    for start in range(0, len(x), _ROWS):
-        predictive = run.estimator.predictive(x[start : start + _ROWS])
-        writer.writerows(
-            map(operator.add, _lines(run, predictive, level), _covering(run, predictive))
-        )
+def _identifiers(rows: Table, name: str) -> list[str]:
+    """Return the texts of the column that is carried through."""
+    from dpbnn.data.table import cell
+
+    if name not in rows:
+        raise ValueError(f"--id {name}: no column of the table; it has {rows.listed()}")
+    return [cell(value) or "" for value in rows.raw(name)]
+
+
+def _problems(schema: Schema, rows: Table, x: Any) -> dict[int, str]:
+    """Return why rows cannot be used, by their position; no value is quoted."""
+    import numpy as np
+
+    found = {int(row): _problem(schema, rows.rows(row, row + 1)) for row in _bad(x)}
+    empty = np.arange(rows.n)
+    for name in rows.names:
+        if len(empty):
+            values = rows.take(empty).raw(name)
+            empty = empty[[_absent(value, rows.missing) for value in values]]
+    for row in empty.tolist():
+        found[row] = "the line holds no value, or another number of values than the header"
+    return found
+
+
+def _bad(x: Any) -> Any:
+    import numpy as np
+
+    return np.flatnonzero(np.isnan(x).any(1))
+
+
+def _absent(value: Any, missing: frozenset[str]) -> bool:
+    from dpbnn.data.table import cell
+
+    text = cell(value)
+    return text is None or text in missing
+
+
+def _problem(schema: Schema, row: Table) -> str:
+    """Return what is wrong with the first bad value of a row."""
+    for column in schema.columns:
+        raw = row.column(column.name)
+        for fault in column.encode(raw, row.missing)[1]:
+            return f"column {column.name!r}: the value {fault.why(raw[0])}"
+    raise AssertionError("the row has no fault")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Output:
+    """The lines of the output.
+
+    Attributes:
+        run: the run.
+        x: encoded inputs.
+        level: probability of the interval.
+        identifiers: name and values of the column that is carried through.
+        problems: why rows cannot be used, by position; None where all can.
+    """
+
+    run: Run
+    x: Any
+    level: float
+    identifiers: tuple[str, list[str]] | None = None
+    problems: dict[int, str] | None = None
+
+    def write(self, file: IO[str]) -> None:
+        """Write the header and one line for every row."""
+        writer = csv.writer(file, lineterminator="\n")
+        own = _header(self.run)
+        problem = [] if self.problems is None else ["problem"]
+        first = [] if self.identifiers is None else [self.identifiers[0]]
+        if set(first) & {*own, *problem}:
+            raise ValueError(f"--id {first[0]}: is a column of the output too; rename it")
+        writer.writerow([*first, *own, *problem])
+        for start in range(0, len(self.x), _ROWS):
+            writer.writerows(self._block(start, min(start + _ROWS, len(self.x)), len(own)))
+
+    def _block(self, start: int, stop: int, width: int) -> Iterator[list[Any]]:
+        problems = self.problems or {}
+        good = [row for row in range(start, stop) if row not in problems]
+        lines: Iterator[list[Any]] = iter(())
+        if good:
+            predictive = self.run.estimator.predictive(self.x[good])
+            covering = _covering(self.run, predictive)
+            lines = map(operator.add, _lines(self.run, predictive, self.level), covering)
+        for row in range(start, stop):
+            first = [] if self.identifiers is None else [self.identifiers[1][row]]
+            line = [""] * width if row in problems else next(lines)
+            last = [] if self.problems is None else [problems.get(row, "")]
+            yield [*first, *line, *last]
 
 
 def _header(run: Run) -> list[str]:

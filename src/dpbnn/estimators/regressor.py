@@ -91,8 +91,13 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
     def covering(self, predictive: Predictive) -> tuple[np.ndarray, np.ndarray]:
         """Return the intervals for given predictions; see `predict_interval`."""
         threshold = self._covering()
-        mean, std = predictive.mean.double(), predictive.std.double()
-        return (mean - threshold * std).cpu().numpy(), (mean + threshold * std).cpu().numpy()
+        assert isinstance(predictive, RealPredictive)
+        # The promise is for intervals around the mean as it was calibrated, before any clipping.
+        mean, std = predictive.means.mean(0).double(), predictive.std.double()
+        ends = (mean - threshold * std).cpu().numpy(), (mean + threshold * std).cpu().numpy()
+        if predictive.bounds is None:
+            return ends
+        return np.clip(ends[0], *predictive.bounds), np.clip(ends[1], *predictive.bounds)
 
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
         """Return R^2 on test data, as scikit-learn does; errors quote no target."""
@@ -133,7 +138,9 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         half = float(scaling.half) * spread
         middle = float(scaling.middle) + float(scaling.half) * centre
         return RealPredictive(
-            predictive.means.double() * half + middle, predictive.variances.double() * half**2
+            predictive.means.double() * half + middle,
+            predictive.variances.double() * half**2,
+            bounds=None if self.target_bounds is None else self.target_bounds_,
         )
 
     def _shifted(

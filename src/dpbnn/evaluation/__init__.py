@@ -15,12 +15,16 @@ from dpbnn.evaluation.classification import (
     reliability,
 )
 from dpbnn.evaluation.diagnostics import Diagnostics, chain_diagnostics, diagnose
+from dpbnn.evaluation.groups import Group
+from dpbnn.evaluation.ranking import auroc, average_precision, confusion_matrix, recall
 from dpbnn.evaluation.regression import (
     Coverage,
     crps,
     interval_coverage,
     log_likelihood,
+    mae,
     pit,
+    r2,
     rmse,
 )
 from dpbnn.evaluation.resampling import Metric, bootstrap
@@ -31,15 +35,19 @@ __all__ = [
     "Coverage",
     "Diagnostics",
     "Evaluation",
+    "Group",
     "Histogram",
     "Metric",
     "Reliability",
     "RiskCoverage",
     "accuracy",
+    "auroc",
+    "average_precision",
     "bootstrap",
     "brier",
     "chain_diagnostics",
     "classwise_ece",
+    "confusion_matrix",
     "crps",
     "diagnose",
     "ece",
@@ -47,10 +55,13 @@ __all__ = [
     "global_gap",
     "interval_coverage",
     "log_likelihood",
+    "mae",
     "mce",
     "nll",
     "ood_auroc",
     "pit",
+    "r2",
+    "recall",
     "reliability",
     "risk_coverage",
     "rmse",

@@ -30,16 +30,30 @@ def rmse(predictive: Any, y: Any) -> float:
         predictive: a `RealPredictive`; or predictions [N] or [N, D].
         y: targets of the same shape.
     """
-    if not isinstance(predictive, Predictive):
-        mean, target = finite(predictive, "predictions"), finite(y, "y")
-        if mean.size != target.size or len(mean) != len(target):
-            raise ValueError(
-                f"y has shape {list(target.shape)} and the predictions {list(mean.shape)}; give "
-                f"one target per prediction"
-            )
-        return float(np.sqrt(np.mean((mean - target.reshape(mean.shape)) ** 2)))
-    t = Targeted.of(predictive, y)
-    return float(rmses(t, Sums(len(t)))[0])
+    return float(np.sqrt(np.mean(_errors(predictive, y)[0] ** 2)))
+
+
+def mae(predictive: Any, y: Any) -> float:
+    """Return the mean absolute error of the predictive mean.
+
+    Args:
+        predictive: a `RealPredictive`; or predictions [N] or [N, D].
+        y: targets of the same shape.
+    """
+    return float(np.abs(_errors(predictive, y)[0]).mean())
+
+
+def r2(predictive: Any, y: Any) -> float:
+    """Return R^2 = 1 - sum (y - mean)^2 / sum (y - average of y)^2; averaged over outputs.
+
+    1 is perfect, 0 is as good as the average of the test targets. NaN where they are all equal.
+
+    Args:
+        predictive: a `RealPredictive`; or predictions [N] or [N, D].
+        y: targets of the same shape.
+    """
+    error, target = _errors(predictive, y)
+    return float(r2s(error, target, Sums(len(target)))[0])
 
 
 def log_likelihood(predictive: Any, y: Any) -> float:
@@ -126,17 +140,42 @@ def covered(ranks: Floats, level: float) -> Floats:
 
 def width(t: Targeted, level: float) -> float:
     """Return the mean width of the intervals of at most 2000 evenly spaced records."""
-    p = t.predictive
     rows = torch.linspace(0, len(t) - 1, min(len(t), _WIDTHS), dtype=torch.float64).long()
-    rows = rows.to(p.means.device)
-    low, high = type(p)(p.means[:, rows], p.variances[:, rows]).interval(level)
+    low, high = t.predictive.take(rows).interval(level)
     return float((high - low).double().mean())
 
 
-def rmses(t: Targeted, sums: Sums) -> Floats:
-    """Return the root of the mean squared error of every resample."""
-    error = array(t.predictive.mean, "mean").astype(np.float64) - t.y
-    return np.sqrt(sums.mean(t.per_record(error**2)))
+def errors(t: Targeted) -> Floats:
+    """Return predictive mean - target, shaped like y."""
+    return array(t.predictive.mean, "mean").astype(np.float64) - t.y
+
+
+def r2s(error: Floats, y: Floats, sums: Sums) -> Floats:
+    """Return R^2 of every resample."""
+    error, y = error.reshape(len(y), -1), y.reshape(len(y), -1)
+    y = y - y.mean(0)
+    found = []
+    for k in range(y.shape[1]):
+        left = sums(error[:, k] ** 2)[:, 0]
+        whole = sums(y[:, k] ** 2)[:, 0] - sums(y[:, k])[:, 0] ** 2 / sums.total
+        varies = whole > 1e-12 * np.maximum(sums(y[:, k] ** 2)[:, 0], left)
+        found.append(np.where(varies, 1 - left / np.where(varies, whole, 1.0), np.nan))
+    return np.mean(found, axis=0)
+
+
+def _errors(predictive: Any, y: Any) -> tuple[Floats, Floats]:
+    """Return prediction - target, and the targets, in the same shape."""
+    if isinstance(predictive, Predictive):
+        t = Targeted.of(predictive, y)
+        return errors(t), t.y
+    mean, target = finite(predictive, "predictions"), finite(y, "y")
+    if mean.size != target.size or len(mean) != len(target):
+        raise ValueError(
+            f"y has shape {list(target.shape)} and the predictions {list(mean.shape)}; give one "
+            f"target per prediction"
+        )
+    target = target.reshape(mean.shape)
+    return mean - target, target
 
 
 def log_densities(t: Targeted) -> Floats:

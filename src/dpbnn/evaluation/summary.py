@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from dpbnn.evaluation import classification, regression, selective
+from dpbnn.evaluation import baseline, classification, ranking, regression, selective
+from dpbnn.evaluation import groups as by_group
 from dpbnn.evaluation.checked import Classified, Floats, Integers, Targeted
 from dpbnn.evaluation.classification import Reliability
+from dpbnn.evaluation.groups import Group
 from dpbnn.evaluation.regression import LEVELS, Coverage
 from dpbnn.evaluation.resampling import Metric, Sums, resampled
 from dpbnn.evaluation.selective import RiskCoverage
@@ -42,10 +44,18 @@ class Evaluation:
     Attributes:
         task: "classification" or "regression".
         n: number of records.
-        metrics: by name, in the order of the table. Classification: accuracy, nll, brier, ece,
-            ece_mass, mce, classwise_ece, global_gap, aurc. Regression: rmse, log_likelihood,
-            crps.
+        metrics: by name, in the order of the table. Classification: accuracy, auroc,
+            average_precision, recall, nll, brier, ece, ece_mass, mce, classwise_ece, global_gap,
+            aurc. Regression: rmse, mae, r2, log_likelihood, crps.
         level: probability of the bootstrap intervals.
+        baseline: metrics of one prediction for all records, made of the test truth: the shares of
+            the classes, or mean and variance of the targets.
+        groups: metrics by subgroup, where groups were given.
+        group: name of the column that the groups come from.
+        classes: names of the classes, where they were given.
+        threshold: of recall (classification).
+        positive: number of the positive class, of two.
+        confusion: number of records by true and predicted class (classification).
         reliability: confidence against accuracy, in 15 bins of equal width (classification).
         confidence_histogram: of the largest probability, in 20 bins (classification).
         risk_coverage: error rate among the most certain records, at most 200 points of the curve
@@ -58,6 +68,13 @@ class Evaluation:
     n: int
     metrics: dict[str, Metric]
     level: float = 0.95
+    baseline: dict[str, float] = dataclasses.field(default_factory=dict)
+    groups: tuple[Group, ...] = ()
+    group: str = ""
+    classes: tuple[str, ...] = ()
+    threshold: float = 0.5
+    positive: int = 1
+    confusion: Integers | None = None
     reliability: Reliability | None = None
     confidence_histogram: Histogram | None = None
     risk_coverage: RiskCoverage | None = None
@@ -92,6 +109,14 @@ class Evaluation:
                 values[name] = _read(kind, values[name])
         values["metrics"] = {n: _read(Metric, m) for n, m in values["metrics"].items()}
         values["coverage"] = tuple(_read(Coverage, c) for c in values["coverage"])
+        values["baseline"] = {n: _number(v) for n, v in values.get("baseline", {}).items()}
+        values["classes"] = tuple(values.get("classes", ()))
+        values["groups"] = tuple(
+            Group(g["name"], g["n"], {n: _read(Metric, m) for n, m in g["metrics"].items()})
+            for g in values.get("groups", ())
+        )
+        if values.get("confusion") is not None:
+            values["confusion"] = np.array(values["confusion"], dtype=np.int64)
         return cls(**values)
 
     @classmethod
@@ -103,16 +128,31 @@ class Evaluation:
         lines = [
             f"{self.task.capitalize()} on {self.n} records, {self.level:.0%} bootstrap intervals"
         ]
-        lines += [f"  {LABELS.get(name, name):<38}{m}" for name, m in self.metrics.items()]
+        for name, m in self.metrics.items():
+            beside = f"   baseline {self.baseline[name]:.4f}" if name in self.baseline else ""
+            lines.append(f"  {self.label(name):<38}{m!s:<26}{beside}".rstrip())
         for row in self.coverage:
             share = Metric(row.observed, row.low, row.high)
             name = f"{row.nominal:.0%} interval, coverage"
-            lines.append(f"  {name:<38}{share}   mean width {row.width:.4g}")
+            lines.append(f"  {name:<38}{share!s:<26}   mean width {row.width:.4g}")
+        for group in self.groups:
+            where = f"{self.group}={group.name}" if self.group else group.name
+            lines.append(f"{where}: {group.n} record{'s' * (group.n != 1)}")
+            lines += [f"  {self.label(name):<38}{m}" for name, m in group.metrics.items()]
         return "\n".join(lines)
+
+    def label(self, name: str) -> str:
+        """Return the name of a metric in tables."""
+        if name == "recall":
+            return f"recall at threshold {self.threshold:g}"
+        return LABELS.get(name, name)
 
 
 LABELS = {
     "accuracy": "accuracy",
+    "auroc": "area under the ROC curve (AUROC)",
+    "average_precision": "average precision",
+    "recall": "recall",
     "nll": "log-loss (NLL)",
     "brier": "Brier score",
     "ece": "calibration error (ECE, 15 bins)",
@@ -122,25 +162,40 @@ LABELS = {
     "global_gap": "|accuracy - mean confidence|",
     "aurc": "area under risk-coverage (AURC)",
     "rmse": "root mean squared error (RMSE)",
+    "mae": "mean absolute error (MAE)",
+    "r2": "R^2",
     "log_likelihood": "log-likelihood per record",
     "crps": "CRPS",
+    "coverage_90": "90% interval, coverage",
 }
 """Names of the metrics in tables."""
 
 _RANGES = {
     **dict.fromkeys(LABELS, (0.0, 1.0)),
     "brier": (0.0, 2.0),
-    **dict.fromkeys(("nll", "rmse", "crps"), (0.0, math.inf)),
+    **dict.fromkeys(("nll", "rmse", "mae", "crps"), (0.0, math.inf)),
     "log_likelihood": (-math.inf, math.inf),
+    "r2": (-math.inf, 1.0),
 }
 
 
 def evaluate(
-    predictive: Any, y: Any, *, resamples: int = 1000, level: float = 0.95, seed: int = 0
+    predictive: Any,
+    y: Any,
+    *,
+    resamples: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+    threshold: float = 0.5,
+    positive: int = 1,
+    classes: Sequence[Any] = (),
+    groups: Sequence[Any] | None = None,
+    group: str = "",
 ) -> Evaluation:
     """Return all metrics of a prediction, with bootstrap intervals and the data of the diagrams.
 
-    The numbers are not private in the test data: no noise is added and no budget is charged.
+    The numbers are not private in the test data: no noise is added and no budget is charged. The
+    baseline is made of the test truth alone, so the training data is not read for it.
 
     Args:
         predictive: from `posterior.predict(x)`; or class probabilities [N, K].
@@ -148,15 +203,39 @@ def evaluate(
         resamples: of the bootstrap; 0 leaves the intervals out.
         level: probability of the intervals.
         seed: of the bootstrap.
+        threshold: of recall: the probability from which a record counts as found.
+        positive: number of the positive class of two, for recall and average precision.
+        classes: names of the classes, for tables.
+        groups: public value of every record, such as an age group: metrics are given by value too.
+        group: name of the column that the groups come from, for tables.
     """
     options = {"resamples": resamples, "level": level, "seed": seed}
     if isinstance(predictive, RealPredictive):
-        return _regression(Targeted.of(predictive, y), options)
-    return _classification(Classified.of(predictive, y), options)
+        t = Targeted.of(predictive, y)
+        found = _regression(t, options)
+        parts = () if groups is None else by_group.of_targets(t, groups, options)
+        return dataclasses.replace(
+            found, baseline=baseline.of_targets(t), groups=parts, group=group
+        )
+    c = Classified.of(predictive, y)
+    if classes and len(classes) != c.classes:
+        raise ValueError(f"classes: {len(classes)} names for {c.classes} classes; give one each")
+    found = _classification(c, options, threshold, positive)
+    return dataclasses.replace(
+        found,
+        baseline=baseline.of_classes(c, threshold, positive),
+        groups=()
+        if groups is None
+        else by_group.of_classes(c, groups, options, threshold, positive),
+        group=group,
+        classes=tuple(str(name) for name in classes),
+    )
 
 
-def _classification(c: Classified, options: dict[str, Any]) -> Evaluation:
-    found = classification.metrics_of(c)
+def _classification(
+    c: Classified, options: dict[str, Any], threshold: float, positive: int
+) -> Evaluation:
+    found = classification.metrics_of(c) | ranking.metrics_of(c, threshold, positive)
     found["ece_mass"] = classification.metrics_of(c, kind="mass")["ece"]
     found["aurc"] = lambda sums: selective.aurcs(c, sums)
     metrics = {name: found[name] for name in LABELS if name in found}
@@ -167,6 +246,9 @@ def _classification(c: Classified, options: dict[str, Any]) -> Evaluation:
         n=len(c),
         metrics=resampled(metrics, len(c), ranges=_RANGES, **options),
         level=options["level"],
+        threshold=threshold,
+        positive=positive,
+        confusion=ranking.confusion_of(c),
         reliability=classification.reliability_of(c, classification.even_edges(15)),
         confidence_histogram=_histogram(c.confidence),
         risk_coverage=RiskCoverage(curve.coverage[kept], curve.risk[kept], curve.aurc),
@@ -175,10 +257,13 @@ def _classification(c: Classified, options: dict[str, Any]) -> Evaluation:
 
 def _regression(t: Targeted, options: dict[str, Any]) -> Evaluation:
     densities, scores = regression.log_densities(t), regression.scores(t)
-    ranks = regression.ranks(t)
+    ranks, error = regression.ranks(t), regression.errors(t)
+    squares, sizes = t.per_record(error**2), t.per_record(np.abs(error))
     inside = {level: t.per_record(regression.covered(ranks, level)) for level in LEVELS}
     metrics: dict[str, Callable[[Sums], Floats]] = {
-        "rmse": lambda sums: regression.rmses(t, sums),
+        "rmse": lambda sums: np.sqrt(sums.mean(squares)),
+        "mae": lambda sums: sums.mean(sizes),
+        "r2": lambda sums: regression.r2s(error, t.y, sums),
         "log_likelihood": lambda sums: sums.mean(densities),
         "crps": lambda sums: sums.mean(scores),
     }
@@ -219,10 +304,12 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _read(kind: type, values: dict[str, Any]) -> Any:
-    def number(value: Any) -> Any:
-        if isinstance(value, list):
-            return np.array([math.nan if item is None else item for item in value])
-        return math.nan if value is None else float(value)
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
 
-    return kind(**{name: number(value) for name, value in values.items()})
+
+def _read(kind: type, values: dict[str, Any]) -> Any:
+    def read(value: Any) -> Any:
+        return np.array([_number(v) for v in value]) if isinstance(value, list) else _number(value)
+
+    return kind(**{name: read(value) for name, value in values.items()})

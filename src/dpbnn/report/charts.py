@@ -16,6 +16,7 @@ _WIDTH = 380.0
 _LEFT, _RIGHT = 42.0, 366.0
 _UNIT = [0, 0.2, 0.4, 0.6, 0.8, 1]
 _MOST_DRAWS = 100
+_DIGIT, _LINE = 5.6, 10.0  # width and height of a count
 _Z = 1.959964  # 95 % of a Gaussian
 
 
@@ -76,10 +77,15 @@ def reliability(
         drawing.circle(x(c), y(a), 3 + 4 * math.sqrt(n / most), "c1 mark", tip)
     height = Scale((0, most), (362, 322))
     drawing.text(2, 303, "records", "label start")
+    end, above = -math.inf, 0.0  # right end and height of the label before
     for low, high, n, _, _ in bins:
         left, right = x(low) + 0.5, x(high) - 0.5
         drawing.rect(left, height(n), right - left, 362 - height(n), "c1 fill soft", f"{n} records")
-        drawing.text((left + right) / 2, height(n) - 4, _count(n), "count middle")
+        middle, reach, up = (left + right) / 2, _DIGIT * len(_count(n)) / 2, height(n) - 4
+        if middle - reach < end and abs(up - above) < _LINE:
+            up = above - _LINE if above - _LINE > 300 else above + _LINE
+        drawing.text(middle, up, _count(n), "count middle")
+        end, above = middle + reach + 2, up
     drawing.line([(_LEFT, 362), (_RIGHT, 362)], "axis")
     drawing.text((_LEFT + _RIGHT) / 2, 392, "confidence", "label middle")
     for value in _UNIT:
@@ -203,14 +209,18 @@ def band(
     y_label: str,
     points: tuple[Any, Any] | None = None,
     truth: Any = None,
+    bounds: tuple[float, float] | None = None,
 ) -> Markup:
-    """Show predictions with two bands: posterior uncertainty, and that plus noise (95 %)."""
+    """Show predictions with two bands (95 %): posterior uncertainty, and that plus noise."""
     order = np.argsort(np.asarray(x, dtype=float), kind="stable")
     x, mean, epistemic, aleatoric = (
         np.asarray(v, dtype=float)[order] for v in (x, mean, epistemic, aleatoric)
     )
-    inner, outer = _Z * epistemic, _Z * np.sqrt(epistemic**2 + aleatoric**2)
-    heights = [mean - outer, mean + outer]
+    inner, outer = (
+        [np.clip(mean + side * _Z * std, *(bounds or (-np.inf, np.inf))) for side in (-1, 1)]
+        for std in (epistemic, np.sqrt(epistemic**2 + aleatoric**2))
+    )
+    heights = list(outer)
     if points is not None:
         heights.append(np.asarray(points[1], dtype=float))
     if truth is not None:
@@ -236,8 +246,8 @@ def band(
     def at(values: np.ndarray) -> list[tuple[float, float]]:
         return [(p, up(v)) for p, v in zip(px, values[keep], strict=True)]
 
-    drawing.band(at(mean - outer), at(mean + outer), "c6 area wide")
-    drawing.band(at(mean - inner), at(mean + inner), "c1 area deep")
+    drawing.band(at(outer[0]), at(outer[1]), "c6 area wide")
+    drawing.band(at(inner[0]), at(inner[1]), "c1 area deep")
     if points is not None:
         shown = _spread(len(points[0]), 500)
         pairs = np.stack([np.asarray(points[0]), np.asarray(points[1])], 1).astype(float)[shown]
@@ -399,7 +409,9 @@ def _percent(share: float) -> str:
 
 
 def _count(n: int) -> str:
-    return str(n) if n < 10_000 else f"{n / 1000:.0f}k"
+    if n < 10_000:
+        return str(n)
+    return f"{n / 1000:.0f}k" if n < 999_500 else f"{n / 1e6:.1f}M"
 
 
 def _known(value: float | None) -> bool:

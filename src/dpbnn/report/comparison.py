@@ -14,8 +14,8 @@ from dpbnn.report.plain_words import Reading, read
 from dpbnn.report.template import environment, hero, write_page
 
 _COMPARED = {
-    "classification": ("accuracy", "nll", "ece"),
-    "regression": ("rmse", "log_likelihood", "crps"),
+    "classification": ("accuracy", "auroc", "average_precision", "nll", "ece"),
+    "regression": ("rmse", "mae", "r2", "log_likelihood", "crps"),
 }
 
 
@@ -63,9 +63,11 @@ def render_comparison(
             _comparison_row(row, reading, evaluation, keys, best)
             for row, reading, evaluation in zip(rows, readings, evaluations, strict=True)
         ],
+        "baseline": _baseline(keys, evaluations),
         "table_note": "Small print: 95 % intervals. Bold: best of the runs with a guarantee; where "
         "intervals overlap, the order may be chance. Test records are not covered by any of "
-        "the guarantees.",
+        "the guarantees. The baseline looks at no input: it is made of the shares of the classes, "
+        "or mean and variance of the targets, of the test records.",
         "keys": [
             {"method": method, "symbol": charts.key_symbol(i)} for i, method in enumerate(methods)
         ],
@@ -82,12 +84,12 @@ def write_comparison(
 
 
 def _compared(task: str, evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the metrics that all runs have, the usual ones of the task first, three at most."""
+    """Return the metrics that all runs have, the usual ones of the task, five at most."""
     common = [
         key for key in evaluations[0]["metrics"] if all(key in e["metrics"] for e in evaluations)
     ]
     usual = [key for key in _COMPARED.get(task, ()) if key in common]
-    return (usual or common)[:3]
+    return (usual or common)[:5]
 
 
 def _others(total: Reading | None, count: int) -> str:
@@ -111,6 +113,19 @@ def _best(keys: Sequence[str], evaluations: Sequence[Mapping[str, Any]]) -> dict
         for key in keys
         if figures.meaning(key).better and len(evaluations) > 1
     }
+
+
+def _baseline(
+    keys: Sequence[str], evaluations: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, str]]:
+    """Return name and value of the baseline's metrics; none where test sets differ."""
+    known = [evaluation.get("baseline") for evaluation in evaluations]
+    if not known[0] or any(other != known[0] for other in known):
+        return []
+    return [
+        (figures.meaning(key).name, figures.decimals(known[0][key]) if key in known[0] else "")
+        for key in keys
+    ]
 
 
 def _measured(evaluations: Sequence[Mapping[str, Any]]) -> str:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from dpbnn.report import charts
+from dpbnn.report.plain_words import written
 
 
 class Meaning(NamedTuple):
@@ -34,6 +35,7 @@ class MetricRow:
     meaning: str
     value: str
     interval: str
+    baseline: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,13 @@ class Chart:
 
 _MEANINGS = {
     "accuracy": Meaning("accuracy", "share of records classified right", "higher"),
+    "auroc": Meaning(
+        "AUROC", "chance that a record of the class is ranked above another one", "higher"
+    ),
+    "average_precision": Meaning(
+        "average precision", "mean precision over all thresholds of the probability", "higher"
+    ),
+    "recall": Meaning("recall", "share of the records of the class that are found", "higher"),
     "nll": Meaning("log-loss (NLL)", "mean surprise at the true class, in nats", "lower"),
     "brier": Meaning("Brier score", "squared distance of the probabilities to the truth", "lower"),
     "ece": Meaning(
@@ -61,13 +70,18 @@ _MEANINGS = {
     ),
     "aurc": Meaning("AURC", "mean error while answering the most certain first", "lower"),
     "rmse": Meaning("RMSE", "root of the mean squared error, in units of the target", "lower"),
+    "mae": Meaning("MAE", "mean absolute error, in units of the target", "lower"),
+    "r2": Meaning("R²", "share of the variance explained; 0 is the baseline", "higher"),
     "log_likelihood": Meaning(
         "log-likelihood", "mean log density at the target, in nats", "higher"
     ),
     "crps": Meaning(
         "CRPS", "distance of the predictive distribution to the target, in its units", "lower"
     ),
+    "coverage_90": Meaning("90 % intervals", "share of targets inside"),
 }
+
+_MOST_CLASSES = 12
 
 
 def plain(value: Any) -> Any:
@@ -86,14 +100,19 @@ def value_of(number: float | str | None) -> float:
 
 
 def decimals(number: float | str | None) -> str:
-    """Return a number with four decimals, or with four digits where it is 10 or more."""
+    """Return a number with at most four decimals, with fewer where it is large."""
     value = value_of(number)
     if math.isnan(value):
         return "—"
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
-    text = f"{value:.4f}" if abs(value) < 10 else f"{value:.4g}"
-    return text.replace("-", "−")
+    if value == 0 or 1e-3 <= abs(value) < 10:
+        text = f"{value:.4f}".rstrip("0").rstrip(".")
+    elif 1000 <= abs(value) < 1e7:
+        text = f"{value:.0f}"
+    else:
+        text = written(value, 4 if abs(value) >= 10 else 2)
+    return f"−{text[1:]}" if text.startswith("-") else text
 
 
 def interval(values: Mapping[str, Any], show: Callable[[Any], str] = decimals) -> str:
@@ -102,15 +121,66 @@ def interval(values: Mapping[str, Any], show: Callable[[Any], str] = decimals) -
     return "" if math.isnan(low) or math.isnan(high) else f"{show(low)} to {show(high)}"
 
 
-def metric_rows(metrics: Mapping[str, Mapping[str, Any]]) -> list[MetricRow]:
+def metric_rows(evaluation: Mapping[str, Any]) -> list[MetricRow]:
     """Return the table of metrics."""
     rows = []
-    for key, metric in metrics.items():
+    beside = evaluation.get("baseline") or {}
+    for key, metric in evaluation["metrics"].items():
         known = meaning(key)
         hint = f"{known.better} is better" if known.better else ""
-        text = "; ".join(part for part in (known.text, hint) if part)
-        rows.append(MetricRow(known.name, text, decimals(metric["value"]), interval(metric)))
+        text = "; ".join(part for part in (known.text, _asked(key, evaluation), hint) if part)
+        base = decimals(beside[key]) if key in beside else ""
+        rows.append(MetricRow(known.name, text, decimals(metric["value"]), interval(metric), base))
     return rows
+
+
+def _asked(key: str, evaluation: Mapping[str, Any]) -> str:
+    """Say which class and which threshold a metric is about."""
+    several = len(evaluation.get("confusion") or ()) > 2
+    names = evaluation.get("classes") or ("0", "1")
+    whose = "mean over classes" if several else f"class {names[evaluation.get('positive', 1)]}"
+    if key == "recall":
+        return f"{whose}, from probability {written(evaluation.get('threshold', 0.5))}"
+    if key == "average_precision" or (key == "auroc" and several):
+        return whose
+    return ""
+
+
+def group_table(evaluation: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the table of metrics by subgroup, None where there are no groups."""
+    groups = evaluation.get("groups") or ()
+    if not groups:
+        return None
+    keys = list(groups[0]["metrics"])
+    return {
+        "column": evaluation.get("group") or "group",
+        "names": [meaning(key).name for key in keys],
+        "rows": [
+            {
+                "name": group["name"],
+                "n": group["n"],
+                "cells": [
+                    {
+                        "name": meaning(key).name,
+                        "value": decimals(group["metrics"][key]["value"]),
+                        "interval": interval(group["metrics"][key]),
+                    }
+                    for key in keys
+                ],
+            }
+            for group in groups
+        ],
+    }
+
+
+def confusion_table(evaluation: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return counts by true and predicted class, None where there are none or too many classes."""
+    counts = evaluation.get("confusion")
+    if counts is None or len(counts) > _MOST_CLASSES:
+        return None
+    names = evaluation.get("classes") or [str(k) for k in range(len(counts))]
+    rows = [(name, list(enumerate(row))) for name, row in zip(names, counts, strict=True)]
+    return {"names": names, "rows": list(enumerate(rows))}
 
 
 def evaluation_charts(evaluation: Mapping[str, Any]) -> list[Chart]:
@@ -165,7 +235,7 @@ def coverage_rows(evaluation: Mapping[str, Any]) -> list[dict[str, str]]:
             "nominal": _percent(row["nominal"], 0),
             "observed": _percent(row["observed"]),
             "interval": interval(row, _percent),
-            "width": f"{row['width']:.4g}",
+            "width": written(row["width"], 4),
         }
         for row in evaluation.get("coverage") or ()
     ]

@@ -65,6 +65,7 @@ class Band:
         points: test records (x, y), drawn only where the test data is public.
         truth: the true function at x, where it is known.
         note: what is held fixed, in a sentence.
+        bounds: public range of the target, which the bands do not leave.
     """
 
     x: Sequence[float] | np.ndarray
@@ -76,6 +77,7 @@ class Band:
     points: tuple[Any, Any] | None = None
     truth: Sequence[float] | np.ndarray | None = None
     note: str = ""
+    bounds: tuple[float, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +98,9 @@ class RunPage:
         test_data_public: whether single test records may be shown.
         ledger: the ledger's path as a reader would type it; None where there is none.
         created: date of the run, as shown.
+        rows: number of rows by what they were used for, such as training.
+        public: what was known in public: columns and their bounds or categories.
+        promise: what prediction sets or intervals promise, in one or two sentences.
     """
 
     privacy: PrivacyStatement | Mapping[str, Any]
@@ -111,6 +116,9 @@ class RunPage:
     test_data_public: bool = False
     ledger: str | None = "ledger.jsonl"
     created: str = ""
+    rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    public: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    promise: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,9 +73,9 @@ def percent_up(share: float) -> str:
     return "100\N{NO-BREAK SPACE}%"
 
 
-def small(value: float) -> str:
-    """Return a small number without padding in its exponent, such as 1e-5."""
-    return f"{value:g}".replace("e-0", "e-")
+def written(value: float, digits: int = 6) -> str:
+    """Return a number as people write it, such as 0.5, 1200 or 3.1e-6."""
+    return re.sub(r"e([-+])0*", lambda sign: "e" + sign[1].strip("+"), f"{value:.{digits}g}")
 
 
 def read(privacy: PrivacyStatement | Mapping[str, Any]) -> Reading:
@@ -91,13 +92,13 @@ def read(privacy: PrivacyStatement | Mapping[str, Any]) -> Reading:
     return Reading(
         banner="",
         epsilon=round_up(statement.epsilon),
-        delta=small(statement.delta),
+        delta=written(statement.delta),
         approximate=approximate,
         chance=chance,
         protects=_protects(statement),
         meaning=_meaning(statement, chance, alone, approximate),
         odds_of_failure=(
-            f"Delta is for bad luck: except with probability {small(statement.delta)}, "
+            f"Delta is for bad luck: except with probability {written(statement.delta)}, "
             f"the run behaves as if epsilon held without exception."
         ),
         tuning=_tuning(statement.tuning_runs),
@@ -111,7 +112,7 @@ def read(privacy: PrivacyStatement | Mapping[str, Any]) -> Reading:
         caveats=tuple(_sentence(caveat) for caveat in statement.caveats),
         details=(
             ("epsilon", ("about " if approximate else "") + round_up(statement.epsilon)),
-            ("delta", small(statement.delta)),
+            ("delta", written(statement.delta)),
             *_attack(attack),
             ("unit", statement.unit),
             ("neighbouring datasets", f"{statement.relation}"),

@@ -12,17 +12,21 @@ from typing import Any
 import dpbnn
 from dpbnn.report import charts, figures, png
 from dpbnn.report.page import Band, Example, Examples, RunPage
-from dpbnn.report.plain_words import read
+from dpbnn.report.plain_words import read, written
 from dpbnn.report.template import environment, facts, hero, short, write_page
 
 _NOT_PUBLIC = (
     "No single test record is shown, because the test data was not declared public. If it is, "
     "write the report again with --test-data-public."
 )
+_BASELINES = {
+    "classification": "gives every record the shares of the classes among these test records",
+    "regression": "gives every record mean and variance of the targets of these test records",
+}
 _CHAIN_FACTS = ("chains", "draws", "functions", "clip", "temperature")
 _CHAIN_ROWS = (
     ("rhat", "split R-hat", "1 where halves of chains agree; above 1.01 they do not", 3),
-    ("ess_bulk", "bulk ESS", "number of independent draws that give the centre as precisely", 0),
+    ("ess_bulk", "bulk ESS", "as many independent draws would give the mean as precisely", 0),
     ("ess_tail", "tail ESS", "the same for the 5 % and 95 % quantiles", 0),
 )
 _MOST_COLUMNS = 12
@@ -41,6 +45,9 @@ def render(page: RunPage) -> str:
     parts = {
         "title": page.title,
         "subtitle": _subtitle(page, evaluation),
+        "promise": page.promise,
+        "rows": facts(page.rows),
+        "public": facts(page.public),
         "reading": reading,
         "mechanisms": reading.mechanisms[:_MOST_RELEASES],
         "further": reading.mechanisms[_MOST_RELEASES:],
@@ -70,7 +77,8 @@ def write(page: RunPage, path: str | os.PathLike[str]) -> Path:
 
 def _subtitle(page: RunPage, evaluation: Mapping[str, Any] | None) -> str:
     kind = f"{evaluation['task']} on {evaluation['n']} test records" if evaluation else ""
-    return " · ".join(part for part in (page.created, kind) if part)
+    rows = ", ".join(f"{count} rows for {use}" for use, count in page.rows.items())
+    return " · ".join(part for part in (page.created, rows, kind) if part)
 
 
 def _evaluation(evaluation: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -79,7 +87,10 @@ def _evaluation(evaluation: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {
         "n": evaluation["n"],
         "interval": f"{100 * evaluation.get('level', 0.95):g} % interval",
-        "metrics": figures.metric_rows(evaluation["metrics"]),
+        "metrics": figures.metric_rows(evaluation),
+        "groups": figures.group_table(evaluation),
+        "confusion": figures.confusion_table(evaluation),
+        "baseline": _BASELINES[evaluation["task"]] if evaluation.get("baseline") else "",
     }
 
 
@@ -102,6 +113,7 @@ def _band(band: Band | None, public: bool) -> dict[str, Any] | None:
         y_label=band.y_label,
         points=points,
         truth=band.truth,
+        bounds=band.bounds,
     )
     caption = "Line: predictive mean. Bands: 95 % of a Gaussian with these stds."
     if points is not None:
@@ -144,13 +156,13 @@ def _card(example: Example, classes: Sequence[str]) -> dict[str, Any]:
         svg = charts.class_draws(example.draws, classes, example.truth)
     else:
         svg = charts.real_draws(example.draws, float(example.truth), example.uncertainty)
-    unit = "entropy {:.2g} nats" if classes else "predictive std {:.4g}"
+    shown = written(example.uncertainty, 2 if classes else 4)
     return {
         "name": example.name,
         "truth": example.truth,
         "prediction": example.prediction,
         "right": example.truth == example.prediction if classes else None,
-        "uncertainty": unit.format(example.uncertainty),
+        "uncertainty": f"entropy {shown} nats" if classes else f"predictive std {shown}",
         "image": None if example.image is None else png.data_uri(example.image),
         "row": facts(example.row)[:_MOST_COLUMNS],
         "more": max(len(example.row or ()) - _MOST_COLUMNS, 0),
@@ -183,7 +195,10 @@ def _sections(parts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return anchor and name of every section that the page has, in its order."""
     return [
         ("privacy", "Privacy"),
+        *([("public", "Public facts")] if parts["public"] or parts["rows"] else []),
         ("metrics", "Metrics"),
+        *([("groups", "Groups")] if (parts["evaluation"] or {}).get("groups") else []),
+        *([("confusion", "Confusion")] if (parts["evaluation"] or {}).get("confusion") else []),
         *((chart.id, chart.name) for chart in parts["charts"]),
         *([("intervals", "Intervals")] if parts["coverage_table"] else []),
         *([("band", "Uncertainty")] if parts["band"] else []),

@@ -85,6 +85,7 @@ def band(predictive: Predictive, x: Any, **details: Any) -> Band:
         mean=_array(predictive.mean),
         epistemic=np.sqrt(_array(predictive.epistemic)),
         aleatoric=np.sqrt(_array(predictive.aleatoric)),
+        bounds=getattr(predictive, "bounds", None),
         **details,
     )
 

@@ -11,7 +11,7 @@ import jinja2
 
 import dpbnn
 from dpbnn.report import charts
-from dpbnn.report.plain_words import Reading, percent_up
+from dpbnn.report.plain_words import Reading, percent_up, written
 from dpbnn.storage import replace_file
 
 _ADVICE = (
@@ -55,13 +55,13 @@ def facts(values: Mapping[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def short(value: Any) -> str:
-    """Return a value as a reader wants it: floats with six digits, lists with commas."""
+    """Return a value as a reader wants it: floats with at most six digits, lists with commas."""
     if value is None:
         return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.6g}"
+        return written(value)
     if isinstance(value, Mapping):
         value = [f"{key}: {short(item)}" for key, item in value.items()]
     if isinstance(value, list | tuple):
