@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpbnn.contributions.rounding import BLOCK, squares, sum_error, summed_rows, without
+from dpbnn.contributions.rounding import BLOCK, Bad, squares, sum_error, summed_rows, without
 from dpbnn.contributions.sites import CHANGED, KEPT, Site, scaled_sums, with_slack
 
 GRAM_COST = 3.0
@@ -21,10 +21,10 @@ MAX_PAIRED_DRAWS = 8
 """Draws of a linear layer up to which products of pairs are cheaper than instantiation."""
 
 
-def weighted_factors(a: Tensor, g: Tensor, w: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
+def weighted_factors(a: Tensor, g: Tensor, w: Tensor, bad: Bad) -> tuple[Tensor, Tensor]:
     """Return a and g, the smaller of them times w, with zeros for the bad examples."""
-    if bad.numel():
-        a, g = a.index_fill(0, bad, 0.0), g.index_fill(0, bad, 0.0)
+    if bad is not None:
+        a, g = (t.masked_fill(bad.view(-1, *[1] * (t.dim() - 1)), 0.0) for t in (a, g))
     if a.numel() < g.numel():
         return a * w.to(a).view(-1, *[1] * (a.dim() - 1)), g
     return a, g * w.to(g).view(-1, *[1] * (g.dim() - 1))
@@ -56,7 +56,7 @@ class LinearFactors:
         a, g = self.a[examples], self.g[examples]
         return (a.unsqueeze(1), g.unsqueeze(1)) if a.dim() == 2 else (a, g)
 
-    def summed(self, w: Tensor, bad: Tensor, exact: bool) -> Tensor:
+    def summed(self, w: Tensor, bad: Bad, exact: bool) -> Tensor:
         """Return sum_i w_i G_i, shaped like the weight, in float64 where positions are summed."""
         a, g = weighted_factors(self.a, self.g, w, bad)
         if a.dim() > 2:
@@ -148,7 +148,7 @@ class ConvFactors(LinearFactors):
             -1, -len(shape) + 1
         )
 
-    def summed(self, w: Tensor, bad: Tensor, exact: bool) -> Tensor:
+    def summed(self, w: Tensor, bad: Bad, exact: bool) -> Tensor:
         """Return sum_i w_i G_i, in float64, a few examples at a time."""
         whole_a, whole_g = weighted_factors(self.a, self.g, w, bad)
         total = whole_a.new_zeros(self.groups, self.rows, self.columns, dtype=torch.float64)
@@ -381,7 +381,7 @@ class Outer(Site):
             if name
         }
 
-    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Bad, exact: bool) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
         exact = exact or len(self.terms) > 1
 
@@ -390,7 +390,7 @@ class Outer(Site):
 
         return scaled_sums(self.names, [(term.scale, summed(term)) for term in self.terms], w)
 
-    def _summed(self, term: LinearFactors, w: Tensor, bad: Tensor, exact: bool) -> Tensor:
+    def _summed(self, term: LinearFactors, w: Tensor, bad: Bad, exact: bool) -> Tensor:
         """Return sum_i w_i G_i of one use, from instantiated G_i where that is the cheaper way."""
         if not self._kept:
             if term.a._version != term.version:
@@ -401,7 +401,7 @@ class Outer(Site):
         start, total = 0, None
         for kept in self._kept or (self._accumulate(rows) for rows in self.slices()):
             stop, weights = start + len(kept), w.to(kept)
-            without(kept, bad[(bad >= start) & (bad < stop)] - start)
+            without(kept, None if bad is None else bad[start:stop])
             part = summed_rows(weights[start:stop, None], kept, exact)[0]
             if total is not None and self.batch > BLOCK[torch.float32]:
                 total = total.double()
@@ -410,7 +410,7 @@ class Outer(Site):
         assert total is not None
         return term.unblocked(total).contiguous()
 
-    def inner(self, other: Site, bad: Tensor, other_bad: Tensor) -> Tensor:
+    def inner(self, other: Site, bad: Bad, other_bad: Bad) -> Tensor:
         """Return <c_i, d_j> between this site's and the same site's other examples (float64)."""
         plain = self._rank_one and len(self.terms) == 1 and not self._scaled and not self.data_free
         if not plain or not isinstance(other, Outer):

@@ -13,7 +13,8 @@ from torch import Tensor
 INFLATION = 1 + 3e-4
 """Reported norms are this factor above the computed ones; covers float32 forward and reductions."""
 
-
+Bad = Tensor | None
+"""For every example whether it is not finite; or None: none is."""
 _PIECE = 1 << 14
 """Numbers summed in float32 before the sum goes on in float64."""
 
@@ -44,9 +45,20 @@ def squares(t: Tensor) -> Tensor:
     return total + row_squares(rows[:, whole:])
 
 
-def without(t: Tensor, bad: Tensor, axis: int = 0) -> Tensor:
+def not_finite(total: Tensor) -> Bad:
+    """Return which squared norms are not finite; None where the host knows that all are.
+
+    Only the CPU asks. On a GPU that would be a wait for everything before it.
+    """
+    bad = ~(total < math.inf)
+    return bad if total.device.type != "cpu" or bool(bad.any()) else None
+
+
+def without(t: Tensor, bad: Bad, axis: int = 0) -> Tensor:
     """Return the tensor with zeros for the bad examples, in place."""
-    return t.index_fill_(axis, bad, 0.0) if bad.numel() else t
+    if bad is None:
+        return t
+    return t.masked_fill_(bad.view(-1, *[1] * (t.dim() - 1 - axis)), 0.0)
 
 
 def sum_error(terms: int, dtype: torch.dtype) -> float:

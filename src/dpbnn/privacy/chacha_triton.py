@@ -58,7 +58,7 @@ def add_kernel(
 
     s, i and p are the bits of three float64: the standard deviation in steps, 1 / g and g.
     """
-    tile = tl.program_id(0)
+    tile = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     zero = tl.zeros((LANES,), tl.uint32)
     counter = zero + (tile * LANES + lane).to(tl.uint32)
