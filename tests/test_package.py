@@ -52,8 +52,10 @@ BELOW = {
     "computed": set(),
     "checkpoint": {"computed", "privacy", "storage"},
     "resume": {"checkpoint", "methods", "posteriors", "privacy", "progress", "rows"},
+    "captured": {"contributions", "methods", "privacy"},
     "open_training": {"contributions", "messages", "methods", "resume"},
     "training": {
+        "captured",
         "open_training",
         "resume",
         "messages",

@@ -27,8 +27,9 @@ from dpbnn.methods.state import flat
 from dpbnn.methods.watch import Watch
 from dpbnn.posteriors import Posterior
 from dpbnn.privacy.bayesian import BayesianAccountant
+from dpbnn.privacy.contracts import Auditor
 from dpbnn.privacy.events import Event
-from dpbnn.privacy.gate import Auditor, Gate
+from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.keys import ratchet
 from dpbnn.privacy.ledger import Attempt, Ledger
 from dpbnn.privacy.noise import NoiseSource
@@ -311,7 +312,11 @@ class Run(ABC):
         )
         return self.watch.checked(posterior)
 
+    def _settle(self) -> None:  # noqa: B027, most have nothing to look at
+        """Look at what the steps have left, before anything of them leaves the run."""
+
     def _save_checkpoint(self) -> None:
+        self._settle()
         if self.folder is not None:
             self.folder.save(self._checkpoint, self.keys if self.debug_seed is None else None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbnn import likelihoods, posteriors
+from dpbnn.captured import CapturedStep
 from dpbnn.contributions import UnsupportedModel
 from dpbnn.likelihoods import Likelihood
 from dpbnn.messages import unquoted
@@ -26,7 +28,7 @@ from dpbnn.posteriors.evaluate import unfused_attention
 from dpbnn.priors import Gaussian, Prior
 from dpbnn.privacy.bayesian import BayesianAccountant, given_observers
 from dpbnn.privacy.checks import check_count, check_one_process, first_line, quoted
-from dpbnn.privacy.gate import Auditor
+from dpbnn.privacy.contracts import Auditor
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.statement import PrivacyStatement
@@ -231,17 +233,62 @@ class _Run(Run):
     def __post_init__(self) -> None:
         super().__post_init__()
         drawn = self.process.draw(self.state)
-        self.process.contribute(drawn, self.x[:0], self.y[:0])  # refuses what is not per example
+        self.like: Any = self.process.contribute(drawn, self.x[:0], self.y[:0])  # or refuses
+        self.captured: CapturedStep | None = None
 
     def train(self, progress: bool) -> None:
         """Run the remaining steps; an interrupt leaves a checkpoint that can be gone on with."""
+        batches = self.batches()
+        self.captured = self._captured()
+        if self.captured is not None:
+            batches = self.captured.ahead(batches)
         with self.steps(progress) as done:
-            for batch in self.batches():
-                self._one(batch)
+            for batch in batches:
+                if self.captured is not None and self.captured.holds(batch):
+                    self._replayed(batch, self.captured)
+                else:
+                    self._one(batch)
                 done()
+            self._settle()
+
+    def _captured(self) -> CapturedStep | None:
+        """Return the step as CUDA graphs, where the run is on a GPU and nothing is in the way."""
+        limit, public = self.problem.microbatch_size, self.plan.relation.public_size
+        fits = CapturedStep.fits(self.state, self.like)
+        if self.observers or limit is not None or not (public and fits):
+            return None
+        data = (self.x, self.y, self.rows.kept)
+        captured = CapturedStep(self.process, self.state, self.like, data, self.plan.sampler)
+        if self.auditor is None:  # which has copies of releases: other tensors every time
+            self.process.replays = captured.replays
+        return captured
+
+    def _replayed(self, batch: Tensor, captured: CapturedStep) -> None:
+        sigma, by_python = self.reserve(), not captured.replays.count
+        with self._drawing():
+            contributions = captured.load(batch, self.state)
+            with unquoted(*FAILED, let=(UnsupportedModel,)):
+                release = self.gate(contributions, noise_multiplier=sigma, records=batch)
+            if by_python:
+                self.watch.contributed()
+        state = dataclasses.replace(self.state, drawn=captured.drawn)
+        self.state = self.process.update(state, release)
+        captured.updated()
+        if by_python:
+            self.watch.updated()
+        self.step += 1
+
+    def _settle(self) -> None:
+        """Look at what replayed steps have left, before anything of them leaves the run."""
+        if self.captured is not None:
+            self.captured.check()
+            self.watch.updated()
+            self.watch.contributed()
 
     def _one(self, batch: Tensor) -> None:
         sigma = self.reserve()
+        if self.captured is not None:
+            self.watch.updated()  # replayed steps have moved the parameters
         records = batch.to(self.x.device)
         kept = self.rows.kept
         with self._drawing():
@@ -253,6 +300,8 @@ class _Run(Run):
             self.watch.contributed()
         self.state = self.process.update(state, release)
         self.watch.updated()
+        if self.captured is not None:
+            self.captured.updated()
         self.step += 1
 
     def _drawing(self) -> contextlib.AbstractContextManager[None]:

@@ -244,12 +244,16 @@ class LangevinProcess(Process[LangevinState]):
             self.restart(state)
         writer = self._open_writer(state)
         eta = self.settings.rate(position)
-        with torch.no_grad():
+
+        @torch.no_grad()
+        def moved() -> None:
             for name, parameter in state.parameters.items():
                 scale = problem.n / problem.batch_size
                 drift = release[name] * scale + problem.prior.gradient(parameter)
                 injected = None if problem.private else torch.randn_like(parameter)
                 self.move(state, name, drift.to(parameter.dtype), eta, injected)
+
+        self.replays(eta, moved, release)
         last = self.length - (position + 1)
         if last % self.settings.thin == 0 and last // self.settings.thin < self.kept:
             writer.append({n: p.detach() for n, p in state.parameters.items()})

@@ -69,10 +69,12 @@ class Average:
             return self
         count = self.count + 1
         weight = 1 / count if decay is None else 1 - decay
-        with torch.no_grad():
-            for name, value in values.items():
-                if name in self.values:
-                    self.values[name].lerp_(value, weight)
+        known = [name for name in values if name in self.values]
+        if known:
+            with torch.no_grad():
+                torch._foreach_lerp_(
+                    [self.values[n] for n in known], [values[n] for n in known], weight
+                )
         new = {n: v.detach().clone() for n, v in values.items() if n not in self.values}
         return Average({**self.values, **new}, count)
 
