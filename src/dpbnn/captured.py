@@ -12,6 +12,7 @@ that another value is another graph. What cannot be captured runs as it would on
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
@@ -28,7 +29,7 @@ from dpbnn.contributions.attach import refuse_changes
 from dpbnn.contributions.recorded import NetworkContributions
 from dpbnn.methods.method import Process
 from dpbnn.methods.state import State
-from dpbnn.privacy.chacha import flat_views
+from dpbnn.privacy.chacha import flat_views, triton_kernels
 from dpbnn.privacy.module_state import Change
 from dpbnn.privacy.sampling import Sampler
 
@@ -144,7 +145,7 @@ class CapturedStep:
         for name, parameter in parameters.items():
             parameter.data = views[name].copy_(parameter.data)
         self._trusted = self._flat.clone()
-        self._changed = torch.zeros((), dtype=torch.bool, device=self.device)
+        self._changed = torch.zeros((), dtype=torch.int32, device=self.device)
         self.drawn: Any = None
 
     @staticmethod
@@ -182,6 +183,16 @@ class CapturedStep:
         self._records.copy_(self._next)
         return self
 
+    @contextlib.contextmanager
+    def seeded(self) -> Iterator[None]:
+        """Let a replayed step draw from a seed of its own, as other steps do.
+
+        How many numbers it draws does not depend on the batch, which is padded.
+        """
+        seed = int(torch.randint(2**62, ()))
+        torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
+        yield
+
     def summed(
         self,
         key: Hashable,
@@ -216,9 +227,17 @@ class CapturedStep:
                 alike = {n: v.shape for n, v in sums.items() if v.dtype is kind}
                 self._sums |= flat_views(alike, kind, self.device)[1]
         torch._foreach_copy_([self._sums[name] for name in sums], list(sums.values()))
-        bits = torch.int32 if self._flat.element_size() == 4 else torch.int64
-        self._changed |= (self._flat.view(bits) != self._trusted.view(bits)).any()
+        self._compare()
         self.drawn = state.drawn
+
+    def _compare(self) -> None:
+        """Note on the device whether the network has written to its parameters."""
+        one, two = self._flat.view(torch.int64), self._trusted.view(torch.int64)
+        if triton_kernels() is None:
+            self._changed |= (one != two).any()
+        else:
+            launch = triton_kernels().differs_kernel[(-(-len(one) // 2048),)]
+            launch(one, two, self._changed, len(one), BLOCK=2048)
 
     def updated(self) -> None:
         """Take over the parameters that an update has moved."""

@@ -316,8 +316,8 @@ class Run(ABC):
         """Look at what the steps have left, before anything of them leaves the run."""
 
     def _save_checkpoint(self) -> None:
-        self._settle()
         if self.folder is not None:
+            self._settle()
             self.folder.save(self._checkpoint, self.keys if self.debug_seed is None else None)
 
     def _checkpoint(self) -> Checkpoint:

@@ -265,7 +265,7 @@ class _Run(Run):
 
     def _replayed(self, batch: Tensor, captured: CapturedStep) -> None:
         sigma, by_python = self.reserve(), not captured.replays.count
-        with self._drawing():
+        with self._drawing() if by_python else captured.seeded():
             contributions = captured.load(batch, self.state)
             with unquoted(*FAILED, let=(UnsupportedModel,)):
                 release = self.gate(contributions, noise_multiplier=sigma, records=batch)

@@ -12,7 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpbnn.contributions.rounding import BLOCK, Bad, squares, sum_error, summed_rows, without
+from dpbnn.contributions.rounding import (
+    BLOCK,
+    Bad,
+    finite,
+    squares,
+    sum_error,
+    summed_rows,
+    without,
+)
 from dpbnn.contributions.sites import CHANGED, KEPT, Site, scaled_sums, with_slack
 
 GRAM_COST = 3.0
@@ -22,12 +30,12 @@ MAX_PAIRED_DRAWS = 8
 
 
 def weighted_factors(a: Tensor, g: Tensor, w: Tensor, bad: Bad) -> tuple[Tensor, Tensor]:
-    """Return a and g, the smaller of them times w, with zeros for the bad examples."""
-    if bad is not None:
-        a, g = (t.masked_fill(bad.view(-1, *[1] * (t.dim() - 1)), 0.0) for t in (a, g))
+    """Return a and g, the smaller of them times w, finite for the bad examples, whose w is zero."""
     if a.numel() < g.numel():
-        return a * w.to(a).view(-1, *[1] * (a.dim() - 1)), g
-    return a, g * w.to(g).view(-1, *[1] * (g.dim() - 1))
+        other, scaled = weighted_factors(g, a, w, bad)
+        return scaled, other
+    scaled = finite(g * w.to(g).view(-1, *[1] * (g.dim() - 1)), bad)
+    return a if bad is None else torch.nan_to_num(a, 0.0, 0.0, 0.0), scaled
 
 
 class LinearFactors:
@@ -401,8 +409,7 @@ class Outer(Site):
         start, total = 0, None
         for kept in self._kept or (self._accumulate(rows) for rows in self.slices()):
             stop, weights = start + len(kept), w.to(kept)
-            without(kept, None if bad is None else bad[start:stop])
-            part = summed_rows(weights[start:stop, None], kept, exact)[0]
+            part = summed_rows(weights[start:stop, None], finite(kept, bad), exact)[0]
             if total is not None and self.batch > BLOCK[torch.float32]:
                 total = total.double()
             total = part if total is None else total.add_(part)

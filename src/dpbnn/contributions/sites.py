@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.rounding import BLOCK, Bad, squares, sum_error, summed_rows, without
+from dpbnn.contributions.rounding import (
+    BLOCK,
+    Bad,
+    finite,
+    squares,
+    sum_error,
+    summed_rows,
+    without,
+)
 
 CHUNK = 1 << 21
 """Numbers held at once when per-example gradients are instantiated."""
@@ -115,7 +123,7 @@ class Site(ABC):
             for name, part in parts(rows).items():
                 flat = part.flatten(1)
                 if bad is not None:
-                    flat = flat.masked_fill(bad[rows, None], 0.0)
+                    flat = flat.nan_to_num(0.0, 0.0, 0.0)
                 weights = w[name][rows, None]
                 if not exact or flat.dtype is torch.float64:
                     weights = weights.to(flat)
@@ -198,7 +206,7 @@ class Direct(Site):
         exact = exact or len(self.terms) > 1
 
         def summed(gradient: Tensor) -> Callable[[Tensor], Tensor]:
-            flat = without(gradient, bad).flatten(1)
+            flat = finite(gradient, bad).flatten(1)
             shape = gradient.shape[1:]
             return lambda w: summed_rows(w.to(flat).unsqueeze(1), flat, exact).view(shape)
 
@@ -280,7 +288,7 @@ class Rows(Site):
         if self.indices._version != self._version:
             raise RuntimeError(CHANGED)
         indices, added = self._added()
-        g = without(added * w[self.name].double()[:, None, None], bad)
+        g = finite(added * w[self.name].double()[:, None, None], bad)
         total = g.new_zeros(self.shapes[self.name])
         return {self.name: total.index_add_(0, indices.flatten(), g.flatten(0, 1))}
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dpbnn.privacy.grid import add_on_grid, spacing
 
-__all__ = ["TILE", "add_noise", "flat_views", "shared_flat"]
+__all__ = ["TILE", "add_noise", "flat_views", "shared_flat", "triton_kernels"]
 
 _LANES = 128  # counters of a tile
 TILE = 8 * _LANES
@@ -51,7 +51,7 @@ def flat_views(
 
 def shared_flat(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return the buffer that the tensors are the `flat_views` of, in this order; None if none."""
-    first, length = tensors[0], 0
+    first, length = tensors[0].detach(), 0
     for tensor in tensors:
         own = first.data_ptr() + length * first.element_size()
         if tensor.data_ptr() != own or not tensor.is_contiguous():
@@ -80,12 +80,12 @@ def add_noise(
             "between the graphs"
         )
     g = spacing(std, dtype)
-    kernel = flat.is_cuda and _kernel() is not None if kernel is None else kernel
-    if kernel:
+    if (flat.is_cuda and triton_kernels() is not None) if kernel is None else kernel:
         words = struct.unpack("<8i", key)
         bits = [struct.unpack("<q", struct.pack("<d", value))[0] for value in (std / g, 1 / g, g)]
         with torch.cuda.device(flat.device):
-            _kernel()[(-(-flat.numel() // TILE),)](flat, flat.numel(), *words, *bits, LANES=_LANES)
+            launch = triton_kernels().add_kernel[(-(-flat.numel() // TILE),)]
+            launch(flat, flat.numel(), *words, *bits, LANES=_LANES)
         return
     for start in range(0, flat.numel(), _TOGETHER):
         part = flat[start : start + _TOGETHER]
@@ -143,10 +143,10 @@ def _rotated(x: Tensor, bits: int) -> Tensor:
 
 
 @functools.cache
-def _kernel() -> Any:
-    """Return the kernel; None where Triton is not installed."""
+def triton_kernels() -> Any:
+    """Return the module of the kernels; None where Triton is not installed."""
     try:
-        from dpbnn.privacy.chacha_triton import add_kernel
+        from dpbnn.privacy import kernels
     except ImportError:
         return None
-    return add_kernel
+    return kernels

@@ -214,8 +214,7 @@ class Gate:
                     f"noise_multiplier={sigma:g}: another value was reserved for this release; "
                     f"reserve in the order of use"
                 )
-            event = self._event(sigma, 1, self.step)
-            self.step += 1
+            step, self.step = self.step, self.step + 1
             norms: list[Tensor] = []
             if self._auditor is None:
                 release = self._noised(self._summed(contributions, keep, norms), sigma)
@@ -224,12 +223,13 @@ class Gate:
                 if masked is not None:
                     keep = masked if keep is None else keep & masked.to(keep.device)
                 sums = self._summed(contributions, keep, norms)
-                release = self._auditor.release(self, event, sums)
+                release = self._auditor.release(self, self._event(sigma, 1, step), sums)
             release = {n: value.to(contributions.dtype) for n, value in release.items()}
             if mean and self.sampler is not None:
                 release = {n: value / self.sampler.batch_size for n, value in release.items()}
             for watcher in self._watchers:
-                watcher(event, self.clip, torch.cat(norms) if norms else torch.zeros(0))
+                all_norms = torch.cat(norms) if norms else torch.zeros(0)
+                watcher(self._event(sigma, 1, step), self.clip, all_norms)
             return release
 
     def statement(self, **details: Any) -> PrivacyStatement:

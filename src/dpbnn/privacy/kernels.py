@@ -1,4 +1,4 @@
-"""The kernel of `dpbnn.privacy.chacha`; imported where Triton is installed."""
+"""Triton kernels, imported where Triton is; each does what torch operations do elsewhere."""
 
 # mypy: ignore-errors
 import triton
@@ -92,3 +92,26 @@ def add_kernel(
     _pair(sums, at + 2 * LANES, size, x4, x5, x6, x7, steps, inverse, g, LANES)
     _pair(sums, at + 4 * LANES, size, x8, x9, x10, x11, steps, inverse, g, LANES)
     _pair(sums, at + 6 * LANES, size, x12, x13, x14, x15, steps, inverse, g, LANES)
+
+
+@triton.jit
+def squares_kernel(rows, out, columns, tiny, BLOCK: tl.constexpr):
+    """Write one row's sum of squares plus `tiny` in float64; infinite beyond float32."""
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        part = tl.load(rows + row * columns + at, mask=at < columns, other=0.0).to(tl.float64)
+        total += part * part
+    summed = tl.sum(total, 0)
+    tl.store(out + row, tl.where(summed > 3.4028234663852886e38, float("inf"), summed + tiny))
+
+
+@triton.jit
+def differs_kernel(one, two, flag, size, BLOCK: tl.constexpr):
+    """Set the flag where the bits of two int64 tensors differ."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(one + at, mask=at < size, other=0)
+    b = tl.load(two + at, mask=at < size, other=0)
+    if tl.sum((a != b).to(tl.int32), 0) > 0:
+        tl.store(flag, 1)
