@@ -29,7 +29,7 @@ from dpbnn.contributions.attach import refuse_changes
 from dpbnn.contributions.recorded import NetworkContributions
 from dpbnn.methods.method import Process
 from dpbnn.methods.state import State
-from dpbnn.privacy.chacha import flat_views, triton_kernels
+from dpbnn.privacy.chacha import flat_views, on_device, triton_kernels
 from dpbnn.privacy.module_state import Change
 from dpbnn.privacy.sampling import Sampler
 
@@ -144,7 +144,7 @@ class CapturedStep:
         self._flat, views = flat_views(shapes, kind, self.device)
         for name, parameter in parameters.items():
             parameter.data = views[name].copy_(parameter.data)
-        self._trusted = self._flat.clone()
+        self._before = self._flat.clone()
         self._changed = torch.zeros((), dtype=torch.int32, device=self.device)
         self.drawn: Any = None
 
@@ -164,11 +164,14 @@ class CapturedStep:
     def ahead(self, batches: Iterator[Tensor]) -> Iterator[Tensor]:
         """Yield the batches; many of them are drawn and copied to the device at once."""
         while block := list(itertools.islice(batches, _AHEAD)):
-            padded = torch.full((len(block), self.capacity), -1).pin_memory()
+            padded = np.full((len(block), self.capacity), -1)
             for row, batch in zip(padded, block, strict=True):
                 if self.holds(batch):
-                    row[: len(batch)] = batch
-            there = padded.to(self.device, non_blocking=True)
+                    row[: len(batch)] = batch.numpy()
+            here = torch.from_numpy(padded)
+            there = (here.pin_memory() if self.x.is_cuda else here).to(
+                self.device, non_blocking=True
+            )
             for row, batch in zip(there, block, strict=True):
                 self._next = row
                 yield batch
@@ -215,6 +218,7 @@ class CapturedStep:
         return {name: self._sums[name] for name in self.shapes}
 
     def _sum(self, sum_of: Callable[[NetworkContributions, Tensor], dict[str, Tensor]]) -> None:
+        self._before.copy_(self._flat)
         keep, records = self._records >= 0, self._records.clamp(min=0)
         if self.kept is not None:
             keep = keep & self.kept[records]
@@ -232,20 +236,17 @@ class CapturedStep:
 
     def _compare(self) -> None:
         """Note on the device whether the network has written to its parameters."""
-        one, two = self._flat.view(torch.int64), self._trusted.view(torch.int64)
+        one, two = self._flat.view(torch.int64), self._before.view(torch.int64)
         if triton_kernels() is None:
             self._changed |= (one != two).any()
         else:
-            launch = triton_kernels().differs_kernel[(-(-len(one) // 2048),)]
-            launch(one, two, self._changed, len(one), BLOCK=2048)
-
-    def updated(self) -> None:
-        """Take over the parameters that an update has moved."""
-        self._trusted.copy_(self._flat)
+            with on_device(self.device):
+                launch = triton_kernels().differs_kernel[(-(-len(one) // 2048),)]
+                launch(one, two, self._changed, len(one), BLOCK=2048)
 
     def check(self) -> None:
         """Raise where contributions have changed the parameters, in any step so far."""
-        if self._changed:
+        if bool(self._changed):
             refuse_changes([Change("the network", "parameter", "weights")])
 
 

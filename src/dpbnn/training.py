@@ -273,7 +273,6 @@ class _Run(Run):
                 self.watch.contributed()
         state = dataclasses.replace(self.state, drawn=captured.drawn)
         self.state = self.process.update(state, release)
-        captured.updated()
         if by_python:
             self.watch.updated()
         self.step += 1
@@ -300,8 +299,6 @@ class _Run(Run):
             self.watch.contributed()
         self.state = self.process.update(state, release)
         self.watch.updated()
-        if self.captured is not None:
-            self.captured.updated()
         self.step += 1
 
     def _drawing(self) -> contextlib.AbstractContextManager[None]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpbnn.privacy.chacha import triton_kernels
+from dpbnn.privacy.chacha import on_device, triton_kernels
 
 INFLATION = 1 + 3e-4
 """Reported norms are this factor above the computed ones; covers float32 forward and reductions."""
@@ -43,7 +43,7 @@ def row_squares(t: Tensor) -> Tensor:
 def _squares_on_gpu(t: Tensor, tiny: float) -> Tensor:
     """Return `row_squares` by one kernel instead of four."""
     out = torch.empty(t.shape[:-1], dtype=torch.float64, device=t.device)
-    with torch.cuda.device(t.device):
+    with on_device(t.device):
         launch = triton_kernels().squares_kernel[(out.numel(),)]
         launch(t, out, t.shape[-1], tiny, BLOCK=512)
     return out

@@ -177,13 +177,15 @@ class BBPProcess(DescentProcess):
         result: dict[str, Tensor] = {}
         for name, parameter in state.parameters.items():
             weight, _, part = name.rpartition("_")
+            found = kl[name] / n
             if weight in release and part == "mu":
-                data = release[weight]
+                found.add_(release[weight], alpha=1 / b)
             elif weight in release and part == "rho":
-                data = release[weight] * draws[0][weight] * torch.sigmoid(parameter)
+                at_draw = release[weight] * draws[0][weight]
+                found.addcmul_(at_draw, torch.sigmoid(parameter), value=1 / b)
             else:
-                data = release[name]
-            result[name] = data / b + kl[name] / n
+                found.add_(release[name], alpha=1 / b)
+            result[name] = found
         return result
 
     def posterior(self, state: DescentState, **record: Any) -> Posterior:

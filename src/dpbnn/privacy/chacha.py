@@ -19,6 +19,7 @@ import functools
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from dpbnn.privacy.grid import add_on_grid, spacing
 
-__all__ = ["TILE", "add_noise", "flat_views", "shared_flat", "triton_kernels"]
+__all__ = ["TILE", "add_noise", "flat_views", "on_device", "shared_flat", "triton_kernels"]
 
 _LANES = 128  # counters of a tile
 TILE = 8 * _LANES
@@ -83,7 +84,7 @@ def add_noise(
     if (flat.is_cuda and triton_kernels() is not None) if kernel is None else kernel:
         words = struct.unpack("<8i", key)
         bits = [struct.unpack("<q", struct.pack("<d", value))[0] for value in (std / g, 1 / g, g)]
-        with torch.cuda.device(flat.device):
+        with on_device(flat.device):
             launch = triton_kernels().add_kernel[(-(-flat.numel() // TILE),)]
             launch(flat, flat.numel(), *words, *bits, LANES=_LANES)
         return
@@ -140,6 +141,12 @@ def _quarters(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> list[Tensor]:
 
 def _rotated(x: Tensor, bits: int) -> Tensor:
     return ((x << bits) & _MASK) | (x >> (32 - bits))
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a device the current one, which kernels are launched on, where it is not."""
+    same = device.index is None or device.index == torch.cuda.current_device()
+    return nullcontext() if same else torch.cuda.device(device)
 
 
 @functools.cache

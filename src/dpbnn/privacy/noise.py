@@ -138,6 +138,7 @@ class NoiseSource:
         self._step = step
         self._draws = 0
         self._used = ""
+        self._flats: dict[int, tuple[list[Tensor], Tensor]] = {}
         self._forget_threads()
 
     def _forget_threads(self) -> None:
@@ -241,10 +242,10 @@ class NoiseSource:
                 f"std {std!r} was given for {list(tensors)}; allowed is one finite number of 0 or "
                 f"more, or one per name"
             )
-        for name, value in stds.items():
+        for value, own in {(stds[name], tensor.dtype) for name, tensor in tensors.items()}:
             if value:
-                for own in {dtype or tensors[name].dtype, tensors[name].dtype}:
-                    spacing(value, own)
+                spacing(value, own)
+                spacing(value, dtype or own)
         self._rekey_after_fork()
         with self._lock, torch.no_grad():
             sizes = _cpu_bytes(tensors.values(), dtype)
@@ -297,7 +298,7 @@ class NoiseSource:
             if tensor.device.type != "cpu" and stds[name]:
                 groups.setdefault((tensor.device, tensor.dtype, stds[name]), []).append(tensor)
         for index, ((device, own, std), alike) in enumerate(groups.items()):
-            flat, copies = shared_flat(alike), []
+            flat, copies = self._buffer(index, alike), []
             if flat is None:
                 shapes = {str(i): tensor.shape for i, tensor in enumerate(alike)}
                 flat, views = flat_views(shapes, own, device)
@@ -307,6 +308,17 @@ class NoiseSource:
             self._used = "ChaCha20"
             if copies:
                 torch._foreach_copy_(alike, copies)
+
+    def _buffer(self, index: int, tensors: list[Tensor]) -> Tensor | None:
+        """Return `shared_flat`, which is remembered for as long as the tensors are the same."""
+        known = self._flats.pop(index, None)
+        if known is None or [*map(id, known[0])] != [*map(id, tensors)]:
+            flat = shared_flat(tensors)
+            if flat is None:
+                return None
+            known = (tensors, flat)
+        self._flats[index] = known
+        return known[1]
 
     def _draw_ahead(self, keys: dict[torch.dtype, bytes], sizes: dict[torch.dtype, int]) -> None:
         for dtype, size in sizes.items():
