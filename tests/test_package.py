@@ -52,7 +52,7 @@ BELOW = {
     "computed": set(),
     "checkpoint": {"computed", "privacy", "storage"},
     "resume": {"checkpoint", "methods", "posteriors", "privacy", "progress", "rows"},
-    "captured": {"contributions", "methods", "privacy"},
+    "captured": {"contributions", "messages", "methods", "privacy", "resume"},
     "open_training": {"contributions", "messages", "methods", "resume"},
     "training": {
         "captured",

@@ -17,21 +17,24 @@ import itertools
 import math
 import random
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from dpbnn.contributions import UnsupportedModel
 from dpbnn.contributions.attach import refuse_changes
 from dpbnn.contributions.recorded import NetworkContributions
+from dpbnn.messages import unquoted
 from dpbnn.methods.method import Process
 from dpbnn.methods.state import State
 from dpbnn.privacy.chacha import flat_views, on_device, triton_kernels
+from dpbnn.privacy.contracts import Replayed
 from dpbnn.privacy.module_state import Change
 from dpbnn.privacy.sampling import Sampler
+from dpbnn.resume import FAILED
 
 __all__ = ["CapturedStep", "Replays"]
 
@@ -65,8 +68,7 @@ class Replays:
             work: writes to tensors that exist already, or to new ones that it returns.
             reads: tensors that it reads and that may be others at another time.
         """
-        where = [leaf.data_ptr() for leaf in tree_leaves(reads) if isinstance(leaf, Tensor)]
-        key = (key, *where)
+        key = (key, *_places(reads))
         if key in self._graphs:
             graph, result = self._graphs[key]
             graph.replay()
@@ -101,6 +103,16 @@ class Replays:
         return graph, result
 
 
+def _places(reads: Any) -> Iterator[int]:
+    """Yield where the tensors of mappings and lists lie."""
+    if isinstance(reads, Tensor):
+        yield reads.data_ptr()
+    elif isinstance(reads, Mapping):
+        yield from itertools.chain.from_iterable(map(_places, reads.values()))
+    elif isinstance(reads, list | tuple):
+        yield from itertools.chain.from_iterable(map(_places, reads))
+
+
 def _host_generators() -> list[bytes]:
     """Return the states of the generators that a network can draw from on the CPU."""
     _, numbers, position, *_ = np.random.get_state()  # noqa: NPY002, a network's, not ours
@@ -108,7 +120,7 @@ def _host_generators() -> list[bytes]:
     return [repr(own).encode(), torch.get_rng_state().numpy().tobytes()]
 
 
-class CapturedStep:
+class CapturedStep(Replayed):
     """The contributions of padded batches, whose clipped sums the gate has replayed.
 
     Args:
@@ -120,6 +132,7 @@ class CapturedStep:
 
     Attributes:
         drawn: what the present step has drawn without the data.
+        by_python: whether the last sum was made by Python, and not by a replay.
     """
 
     def __init__(
@@ -136,8 +149,10 @@ class CapturedStep:
         self.summed_in, self.sum_error = like.summed_in, like.sum_error
         self.capacity, self.batch_size = capacity(sampler, len(self.y)), 0
         self.replays = Replays()
-        self._records = torch.full((self.capacity,), -1, device=self.device)
+        self._block = torch.full((_AHEAD, self.capacity), -1, device=self.device)
+        self._row, self._at = 0, torch.zeros(1, dtype=torch.int64, device=self.device)
         self._sums: dict[str, Tensor] = {}
+        self._released: dict[str, Tensor] = {}
         parameters = state.parameters
         kind = next(iter(parameters.values())).dtype
         shapes = {name: p.shape for name, p in parameters.items()}
@@ -147,6 +162,7 @@ class CapturedStep:
         self._before = self._flat.clone()
         self._changed = torch.zeros((), dtype=torch.int32, device=self.device)
         self.drawn: Any = None
+        self.by_python = True
 
     @staticmethod
     def fits(state: State, like: object) -> bool:
@@ -169,12 +185,13 @@ class CapturedStep:
                 if self.holds(batch):
                     row[: len(batch)] = batch.numpy()
             here = torch.from_numpy(padded)
-            there = (here.pin_memory() if self.x.is_cuda else here).to(
-                self.device, non_blocking=True
-            )
-            for row, batch in zip(there, block, strict=True):
-                self._next = row
+            here = here.pin_memory() if self.device.type == "cuda" else here
+            self._block[: len(block)].copy_(here, non_blocking=True)
+            self._at.zero_()
+            for self._row, batch in enumerate(block):
                 yield batch
+                if not self.holds(batch):
+                    self._at += 1  # `_sum` does it for the others
 
     def holds(self, batch: Tensor) -> bool:
         """Return whether a batch is within the capacity."""
@@ -183,7 +200,6 @@ class CapturedStep:
     def load(self, batch: Tensor, state: State) -> CapturedStep:
         """Return the contributions of the batch that `ahead` has yielded."""
         self.batch_size, self._state = len(batch), state
-        self._records.copy_(self._next)
         return self
 
     @contextlib.contextmanager
@@ -212,18 +228,33 @@ class CapturedStep:
             sum_of: the gate's.
         """
         if keep is not None:
-            part = self._records[: self.batch_size]
+            part = self._block[self._row, : self.batch_size]
             part.masked_fill_(~keep.to(self.device), -1)
+        self.by_python = False
         self.replays(("sums", key), lambda: self._sum(sum_of))
         return {name: self._sums[name] for name in self.shapes}
 
+    def released(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return noised sums in the dtype of releases, in the same tensors for every batch."""
+        if all(value.dtype is self.dtype for value in sums.values()):
+            return sums
+        if not self._released:
+            shapes = {name: value.shape for name, value in sums.items()}
+            self._released = flat_views(shapes, self.dtype, self.device)[1]
+        torch._foreach_copy_([self._released[name] for name in sums], list(sums.values()))
+        return dict(self._released)
+
     def _sum(self, sum_of: Callable[[NetworkContributions, Tensor], dict[str, Tensor]]) -> None:
+        self.by_python = True
         self._before.copy_(self._flat)
-        keep, records = self._records >= 0, self._records.clamp(min=0)
+        padded = self._block.index_select(0, self._at)[0]
+        self._at += 1
+        keep, records = padded >= 0, padded.clamp(min=0)
         if self.kept is not None:
             keep = keep & self.kept[records]
         state = self.process.draw(self._state)
-        contributions = self.process.contribute(state, self.x[records], self.y[records])
+        with unquoted(*FAILED, let=(UnsupportedModel,)):
+            contributions = self.process.contribute(state, self.x[records], self.y[records])
         assert isinstance(contributions, NetworkContributions)
         sums = sum_of(contributions, keep)
         if not self._sums:
@@ -237,7 +268,7 @@ class CapturedStep:
     def _compare(self) -> None:
         """Note on the device whether the network has written to its parameters."""
         one, two = self._flat.view(torch.int64), self._before.view(torch.int64)
-        if triton_kernels() is None:
+        if self.device.type != "cuda" or triton_kernels() is None:
             self._changed |= (one != two).any()
         else:
             with on_device(self.device):

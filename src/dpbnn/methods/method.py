@@ -349,7 +349,7 @@ class DescentProcess(Process[DescentState]):
         if type(state.optimizer) is torch.optim.SGD:  # others count their steps on the host
             groups = [{**group, "params": 0} for group in state.optimizer.param_groups]
             key = tuple(value for group in groups for value in group.values())
-            plain = all(isinstance(value, int | float | None) for value in key)
+            plain = all(isinstance(value, (int, float, type(None))) for value in key)
             (self.replays if plain else _now)(key, descend, (release, state.drawn))
         else:
             descend()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -50,17 +51,21 @@ class Clippable(Protocol):
         """Yield contributions whose examples, in order, make up this batch."""
 
 
-@runtime_checkable
-class Replayed(Protocol):
+class Replayed(ABC):
     """Contributions of padded batches, made and summed by a captured CUDA graph.
 
     They are a `Clippable` but for norms, sums and chunks; these have `keep` for all padded rows.
     """
 
+    @abstractmethod
     def summed(
         self, key: Hashable, keep: Tensor | None, sum_of: Callable[..., dict[str, Tensor]]
     ) -> dict[str, Tensor]:
         """Return sum_of(contributions, keep), or a replay of it for the same key."""
+
+    @abstractmethod
+    def released(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return noised sums in the dtype of releases."""
 
 
 class Auditor(Protocol):

@@ -224,7 +224,10 @@ class Gate:
                     keep = masked if keep is None else keep & masked.to(keep.device)
                 sums = self._summed(contributions, keep, norms)
                 release = self._auditor.release(self, self._event(sigma, 1, step), sums)
-            release = {n: value.to(contributions.dtype) for n, value in release.items()}
+            if isinstance(contributions, Replayed):
+                release = contributions.released(release)
+            else:
+                release = {n: value.to(contributions.dtype) for n, value in release.items()}
             if mean and self.sampler is not None:
                 release = {n: value / self.sampler.batch_size for n, value in release.items()}
             for watcher in self._watchers:
