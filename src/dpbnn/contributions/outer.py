@@ -201,6 +201,7 @@ class Outer(Site):
     ) -> None:
         self.names, self.shape, self.terms, self.data_free = list(names), shape, list(terms), {}
         self.batch = terms[0].g.shape[0]
+        self.wider = 4 if terms[0].g.is_cuda else 0
         self.shapes = {name: shape for name in names if name}
         self._kept: list[Tensor] = []
         self._slack: Tensor | None = None

@@ -45,7 +45,7 @@ def _squares_on_gpu(t: Tensor, tiny: float) -> Tensor:
     out = torch.empty(t.shape[:-1], dtype=torch.float64, device=t.device)
     with on_device(t.device):
         launch = triton_kernels().squares_kernel[(out.numel(),)]
-        launch(t, out, t.shape[-1], tiny, BLOCK=512)
+        launch(t, out, t.shape[-1], tiny, BLOCK=2048, num_warps=8)
     return out
 
 

@@ -34,11 +34,13 @@ class Site(ABC):
         shapes: released names and their shapes.
         batch: number of examples.
         data_free: data-independent gradients D added to every example's contribution.
+        wider: how often `CHUNK` is doubled, for GPUs, where few large kernels are faster.
     """
 
     shapes: dict[str, torch.Size]
     batch: int
     data_free: dict[str, Tensor]
+    wider: int = 0
 
     @abstractmethod
     def instantiate(self, rows: slice) -> dict[str, Tensor]:
@@ -60,7 +62,7 @@ class Site(ABC):
     def slices(self, size: int = 0) -> Iterator[slice]:
         """Yield runs of examples whose instantiated contributions fit the chunk."""
         size = size or max(1, sum(shape.numel() for shape in self.shapes.values()))
-        step = max(1, CHUNK // size)
+        step = max(1, (CHUNK << self.wider) // size)
         for start in range(0, self.batch, step):
             yield slice(start, min(start + step, self.batch))
 
