@@ -53,8 +53,10 @@ BELOW = {
     "computed": set(),
     "checkpoint": {"computed", "privacy", "storage"},
     "resume": {"checkpoint", "methods", "posteriors", "privacy", "progress", "rows"},
+    "captured": {"contributions", "messages", "methods", "privacy", "resume"},
     "open_training": {"contributions", "messages", "methods", "resume"},
     "training": {
+        "captured",
         "threads",
         "open_training",
         "resume",

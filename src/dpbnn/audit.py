@@ -281,7 +281,7 @@ _replays = 0
 def _gates_of(auditor: Auditor) -> Iterator[None]:
     """Make this thread's gates and samplers the audit's, whoever made them, while a function runs.
 
-    While any thread is in here, `Gate.__call__`, `Gate.reserve` and `Sampler.batches` are functions
+    While any thread is in here, `Gate.__call__`, `Gate.reserve`, `Gate.audited` and `Sampler.batches` are functions
     that look for the auditor of their thread. A thread without one releases as ever.
     """
     global _replays
@@ -290,6 +290,7 @@ def _gates_of(auditor: Auditor) -> Iterator[None]:
         if _replays == 1:
             for kind, name, made in (
                 (Gate, "__call__", _audited), (Gate, "reserve", _audited),
+                (Gate, "audited", _audited),
                 (Sampler, "batches", _frozen),
             ):  # fmt: skip
                 original = getattr(kind, name)

@@ -59,7 +59,7 @@ class Gaussian(Prior):
 
     def gradient(self, w: Tensor) -> Tensor:
         """Return (w - mean) / std^2."""
-        return (w - self.mean) / self.std**2
+        return (w - self.mean if self.mean else w) / self.std**2
 
     def cross_entropy(self, mean: Tensor, std: Tensor) -> Tensor:
         """Return log std_p + log(2 pi)/2 + (std^2 + (mean - mean_p)^2) / (2 std_p^2), summed."""

@@ -307,8 +307,12 @@ class Run(ABC):
         )
         return self.watch.checked(posterior)
 
+    def _settle(self) -> None:  # noqa: B027, most have nothing to look at
+        """Look at what the steps have left, before anything of them leaves the run."""
+
     def _save_checkpoint(self) -> None:
         if self.folder is not None:
+            self._settle()
             self.folder.save(self._checkpoint, self.keys if self.debug_seed is None else None)
 
     def _checkpoint(self) -> Checkpoint:

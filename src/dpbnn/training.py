@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbnn import likelihoods, posteriors
+from dpbnn.captured import CapturedStep
 from dpbnn.contributions import UnsupportedModel
 from dpbnn.likelihoods import Likelihood
 from dpbnn.messages import unquoted
@@ -231,19 +233,66 @@ class _Run(Run):
     def __post_init__(self) -> None:
         super().__post_init__()
         drawn = self.process.draw(self.state)
-        self.process.contribute(drawn, self.x[:0], self.y[:0])  # refuses what is not per example
+        self.like: Any = self.process.contribute(drawn, self.x[:0], self.y[:0])  # or refuses
+        self.captured: CapturedStep | None = None
 
     def train(self, progress: bool) -> None:
         """Run the remaining steps; an interrupt leaves a checkpoint that can be gone on with."""
         size = sum(p.numel() for p in self.process.model.parameters())
         small = threads_for(self.plan.batch_size, size, self.x.shape[1:])
+        batches = self.batches()
+        self.captured = self._captured()
+        if self.captured is not None:
+            batches = self.captured.ahead(batches)
         with small, self.steps(progress) as done:
-            for batch in self.batches():
-                self._one(batch)
+            for batch in batches:
+                if self.captured is not None and self.captured.holds(batch):
+                    self._replayed(batch, self.captured)
+                else:
+                    self._one(batch)
                 done()
+            self._settle()
+
+    def _captured(self) -> CapturedStep | None:
+        """Return the step as CUDA graphs, where the run is on a GPU and nothing is in the way."""
+        limit, public = self.problem.microbatch_size, self.plan.relation.public_size
+        fits = CapturedStep.fits(self.state, self.like)
+        if self.observers or limit is not None or not (public and fits):
+            return None
+        data = (self.x, self.y, self.rows.kept)
+        captured = CapturedStep(self.process, self.state, self.like, data, self.plan.sampler)
+        if not self.gate.audited():
+            self.process.replays = captured.replays
+        return captured
+
+    def _replayed(self, batch: Tensor, captured: CapturedStep) -> None:
+        sigma = self.reserve()
+        with self._drawing() if captured.by_python else captured.seeded():
+            contributions = captured.load(batch, self.state)
+            release = self.gate(contributions, noise_multiplier=sigma, records=batch)
+            if captured.by_python:
+                self._settle(later=True)
+        if self.gate.audited():  # one run has the sums' own tensors, the other has copies
+            release = {name: value.clone() for name, value in release.items()}
+        state = dataclasses.replace(self.state, drawn=captured.drawn)
+        self.state = self.process.update(state, release)
+        self.step += 1
+
+    def _settle(self, later: bool = False) -> None:
+        """Look at what replayed steps have left, before anything of them leaves the run.
+
+        The device itself has compared the parameters; `later` leaves its answer for another time.
+        """
+        if self.captured is not None:
+            self.watch.updated()
+            self.watch.contributed()
+            if not later:
+                self.captured.check()
 
     def _one(self, batch: Tensor) -> None:
         sigma = self.reserve()
+        if self.captured is not None:
+            self.watch.updated()  # replayed steps have moved the parameters
         records = batch.to(self.x.device)
         kept = self.rows.kept
         with self._drawing():

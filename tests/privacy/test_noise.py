@@ -528,26 +528,6 @@ def test_a_process_with_noise_under_way_ends_promptly() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_what_is_noised_together_on_a_device_is_all_of_it_in_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(stream, "_TOGETHER", 4)
-    flats = [torch.arange(n) for n in (3, 0, 9, 1, 4, 2)]
-    groups = [torch.cat(pieces) for pieces in stream.grouped(flats)]
-    assert [len(group) for group in groups] == [4, 4, 4, 4, 3]
-    assert torch.equal(torch.cat(groups), torch.cat(flats))
-
-
-def test_noise_of_a_device_has_its_scale_and_lies_on_the_grid() -> None:
-    """The code of other devices with the CPU's generator; KS at level 1e-5."""
-    pieces = [torch.full((n,), 1 / 3) for n in (1, 50_000, 49_999)]
-    stream.add_together(pieces, 2.6, torch.float32, torch.Generator().manual_seed(0))
-    x = torch.cat(pieces).double()
-    assert (x / spacing(2.6, torch.float32) % 1 == 0).all()
-    assert stats.kstest((x - 1 / 3).numpy(), stats.norm(scale=2.6).cdf).pvalue > 1e-5
-    assert stats.kstest((x - 1 / 3).numpy(), stats.norm(scale=2.73).cdf).pvalue < 1e-5
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_noise_is_drawn_on_the_device() -> None:
     like = {"x": torch.empty(100_000, device="cuda"), "y": torch.empty(100_000, device="cuda")}

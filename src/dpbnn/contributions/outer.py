@@ -12,7 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpbnn.contributions.rounding import BLOCK, squares, sum_error, summed_rows, without
+from dpbnn.contributions.rounding import (
+    BLOCK,
+    Bad,
+    finite,
+    squares,
+    sum_error,
+    summed_rows,
+    without,
+)
 from dpbnn.contributions.sites import CHANGED, KEPT, Site, scaled_sums, with_slack
 
 GRAM_COST = 3.0
@@ -21,13 +29,13 @@ MAX_PAIRED_DRAWS = 8
 """Draws of a linear layer up to which products of pairs are cheaper than instantiation."""
 
 
-def weighted_factors(a: Tensor, g: Tensor, w: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a and g, the smaller of them times w, with zeros for the bad examples."""
-    if bad.numel():
-        a, g = a.index_fill(0, bad, 0.0), g.index_fill(0, bad, 0.0)
+def weighted_factors(a: Tensor, g: Tensor, w: Tensor, bad: Bad) -> tuple[Tensor, Tensor]:
+    """Return a and g, the smaller of them times w, finite for the bad examples, whose w is zero."""
     if a.numel() < g.numel():
-        return a * w.to(a).view(-1, *[1] * (a.dim() - 1)), g
-    return a, g * w.to(g).view(-1, *[1] * (g.dim() - 1))
+        other, scaled = weighted_factors(g, a, w, bad)
+        return scaled, other
+    scaled = finite(g * w.to(g).view(-1, *[1] * (g.dim() - 1)), bad)
+    return a if bad is None else torch.nan_to_num(a, 0.0, 0.0, 0.0), scaled
 
 
 class LinearFactors:
@@ -56,7 +64,7 @@ class LinearFactors:
         a, g = self.a[examples], self.g[examples]
         return (a.unsqueeze(1), g.unsqueeze(1)) if a.dim() == 2 else (a, g)
 
-    def summed(self, w: Tensor, bad: Tensor, exact: bool) -> Tensor:
+    def summed(self, w: Tensor, bad: Bad, exact: bool) -> Tensor:
         """Return sum_i w_i G_i, shaped like the weight, in float64 where positions are summed."""
         a, g = weighted_factors(self.a, self.g, w, bad)
         if a.dim() > 2:
@@ -148,7 +156,7 @@ class ConvFactors(LinearFactors):
             -1, -len(shape) + 1
         )
 
-    def summed(self, w: Tensor, bad: Tensor, exact: bool) -> Tensor:
+    def summed(self, w: Tensor, bad: Bad, exact: bool) -> Tensor:
         """Return sum_i w_i G_i, in float64, a few examples at a time."""
         whole_a, whole_g = weighted_factors(self.a, self.g, w, bad)
         total = whole_a.new_zeros(self.groups, self.rows, self.columns, dtype=torch.float64)
@@ -193,6 +201,7 @@ class Outer(Site):
     ) -> None:
         self.names, self.shape, self.terms, self.data_free = list(names), shape, list(terms), {}
         self.batch = terms[0].g.shape[0]
+        self.wider = 4 if terms[0].g.is_cuda else 0
         self.shapes = {name: shape for name in names if name}
         self._kept: list[Tensor] = []
         self._slack: Tensor | None = None
@@ -381,7 +390,7 @@ class Outer(Site):
             if name
         }
 
-    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Bad, exact: bool) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
         exact = exact or len(self.terms) > 1
 
@@ -390,7 +399,7 @@ class Outer(Site):
 
         return scaled_sums(self.names, [(term.scale, summed(term)) for term in self.terms], w)
 
-    def _summed(self, term: LinearFactors, w: Tensor, bad: Tensor, exact: bool) -> Tensor:
+    def _summed(self, term: LinearFactors, w: Tensor, bad: Bad, exact: bool) -> Tensor:
         """Return sum_i w_i G_i of one use, from instantiated G_i where that is the cheaper way."""
         if not self._kept:
             if term.a._version != term.version:
@@ -401,8 +410,7 @@ class Outer(Site):
         start, total = 0, None
         for kept in self._kept or (self._accumulate(rows) for rows in self.slices()):
             stop, weights = start + len(kept), w.to(kept)
-            without(kept, bad[(bad >= start) & (bad < stop)] - start)
-            part = summed_rows(weights[start:stop, None], kept, exact)[0]
+            part = summed_rows(weights[start:stop, None], finite(kept, bad), exact)[0]
             if total is not None and self.batch > BLOCK[torch.float32]:
                 total = total.double()
             total = part if total is None else total.add_(part)
@@ -410,7 +418,7 @@ class Outer(Site):
         assert total is not None
         return term.unblocked(total).contiguous()
 
-    def inner(self, other: Site, bad: Tensor, other_bad: Tensor) -> Tensor:
+    def inner(self, other: Site, bad: Bad, other_bad: Bad) -> Tensor:
         """Return <c_i, d_j> between this site's and the same site's other examples (float64)."""
         plain = self._rank_one and len(self.terms) == 1 and not self._scaled and not self.data_free
         if not plain or not isinstance(other, Outer):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from dpbnn.contributions.dense import Contributions, Draws, Weights
-from dpbnn.contributions.rounding import INFLATION, full_precision, without
+from dpbnn.contributions.rounding import INFLATION, Bad, full_precision, not_finite, without
 from dpbnn.contributions.sites import Direct, Site, merge
 
 
@@ -50,7 +49,7 @@ class NetworkContributions(Contributions):
         for site in self._sites:
             site.data_free = {n: d.detach() for n, d in data_free.items() if n in site.shapes}
 
-    def _norms(self) -> tuple[Tensor, Tensor]:
+    def _norms(self) -> tuple[Tensor, Bad]:
         """Return |c_i|^2 per released name and example, and which examples are not finite."""
         if self._squares is None:
             with full_precision(self.device):
@@ -63,7 +62,7 @@ class NetworkContributions(Contributions):
                     )
                 stacked = torch.stack([raw[name] for name in self.shapes]).mul_(INFLATION**2)
                 self._total = stacked.sum(0)
-                self._bad = (~(self._total < math.inf)).nonzero().flatten()
+                self._bad = not_finite(self._total)
                 self._squares = without(stacked, self._bad, 1)
                 without(self._total, self._bad)
         return self._squares, self._bad
@@ -85,7 +84,7 @@ class NetworkContributions(Contributions):
         for values in given.values():
             if id(values) not in once:
                 weight = values.detach().to(self.device, self.dtype)
-                once[id(values)] = weight.index_fill(0, bad, 0.0) if bad.numel() else weight
+                once[id(values)] = weight if bad is None else weight.masked_fill(bad, 0.0)
         weights = {name: once[id(values)] for name, values in given.items()}
         sums: dict[str, Tensor] = {}
         with full_precision(self.device):

@@ -105,7 +105,8 @@ class Recording:
         if bias in self.unit.names:
             gradient, slack = summed_positions(*over, g_squares)
             term = (gradient, self.scales.get(bias), slack)
-            sites.append(Direct(self.unit.names[bias], [term]))
+            single = g_squares if over[0].shape[over[1]] == 1 else None
+            sites.append(Direct(self.unit.names[bias], [term], single))
         if weight in self.unit.names:
             a = accurate(a)
             use = factors(a, g, squares(a), g_squares, self.scales.get(weight))

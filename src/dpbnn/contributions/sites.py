@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.rounding import BLOCK, squares, sum_error, summed_rows, without
+from dpbnn.contributions.rounding import (
+    BLOCK,
+    Bad,
+    finite,
+    squares,
+    sum_error,
+    summed_rows,
+    without,
+)
 
 CHUNK = 1 << 21
 """Numbers held at once when per-example gradients are instantiated."""
@@ -26,11 +34,13 @@ class Site(ABC):
         shapes: released names and their shapes.
         batch: number of examples.
         data_free: data-independent gradients D added to every example's contribution.
+        wider: how often `CHUNK` is doubled, for GPUs, where few large kernels are faster.
     """
 
     shapes: dict[str, torch.Size]
     batch: int
     data_free: dict[str, Tensor]
+    wider: int = 0
 
     @abstractmethod
     def instantiate(self, rows: slice) -> dict[str, Tensor]:
@@ -52,7 +62,7 @@ class Site(ABC):
     def slices(self, size: int = 0) -> Iterator[slice]:
         """Yield runs of examples whose instantiated contributions fit the chunk."""
         size = size or max(1, sum(shape.numel() for shape in self.shapes.values()))
-        step = max(1, CHUNK // size)
+        step = max(1, (CHUNK << self.wider) // size)
         for start in range(0, self.batch, step):
             yield slice(start, min(start + step, self.batch))
 
@@ -65,7 +75,7 @@ class Site(ABC):
         return with_slack({name: torch.cat(part) for name, part in parts.items()}, self.slack())
 
     def weighted_sum(
-        self, w: Mapping[str, Tensor], bad: Tensor, exact: bool = False
+        self, w: Mapping[str, Tensor], bad: Bad, exact: bool = False
     ) -> dict[str, Tensor]:
         """Return sum_i w_i c_i; `bad` are the examples that are not finite, their w is zero."""
         if exact and not self.single:
@@ -76,25 +86,24 @@ class Site(ABC):
             sums[name] = torch.addcmul(sums[name].double(), constant.double(), total)
         return sums
 
-    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Bad, exact: bool) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples.
 
         In float64 if `exact`, and wherever terms may be larger than contributions.
         """
         return self._row_sum(self.instantiate, w, bad, exact)
 
-    def inner(self, other: Site, bad: Tensor, other_bad: Tensor) -> Tensor:
+    def inner(self, other: Site, bad: Bad, other_bad: Bad) -> Tensor:
         """Return <c_i, d_j> between this site's and the same site's other examples (float64)."""
 
         def flat(site: Site, rows: slice) -> Tensor:
             return torch.cat([part.flatten(1) for part in site._whole(rows).values()], 1).double()
 
-        result = torch.zeros(self.batch, other.batch, dtype=torch.float64, device=bad.device)
+        parts = []
         for rows in self.slices():
             left = flat(self, rows)
-            for columns in other.slices():
-                result[rows, columns] = left @ flat(other, columns).T
-        return without(without(result, bad), other_bad, 1)
+            parts.append(torch.cat([left @ flat(other, c).T for c in other.slices()], 1))
+        return without(without(torch.cat(parts), bad), other_bad, 1)
 
     def _whole(self, rows: slice) -> dict[str, Tensor]:
         """Return the contributions of some examples with the data-free part."""
@@ -107,15 +116,16 @@ class Site(ABC):
         self,
         parts: Callable[[slice], dict[str, Tensor]],
         w: Mapping[str, Tensor],
-        bad: Tensor,
+        bad: Bad,
         exact: bool,
     ) -> dict[str, Tensor]:
         """Return the sum of instantiated contributions, over runs of examples in float64."""
-        finite = torch.ones(self.batch, dtype=torch.bool, device=bad.device).index_fill(0, bad, 0)
         sums: dict[str, Tensor] = {}
         for rows in self.slices():
             for name, part in parts(rows).items():
-                flat = part.flatten(1).where(finite[rows, None], 0.0)
+                flat = part.flatten(1)
+                if bad is not None:
+                    flat = flat.nan_to_num(0.0, 0.0, 0.0)
                 weights = w[name][rows, None]
                 if not exact or flat.dtype is torch.float64:
                     weights = weights.to(flat)
@@ -137,7 +147,7 @@ class Direct(Site):
     """Small tensors whose per-example gradients G are at hand: biases, norm layers.
 
     Terms are (G, k, slack): several uses or draws add up, sum_r k_r * G_r with k = 1 for the
-    first name; slack bounds the rounding error of G.
+    first name; slack bounds the rounding error of G. `squared` is |G|^2, where that is known.
     """
 
     @property
@@ -149,8 +159,10 @@ class Direct(Site):
         self,
         names: Sequence[str | None],
         terms: Sequence[tuple[Tensor, Tensor | None, Tensor | float]],
+        squared: Tensor | None = None,
     ) -> None:
         self.names, self.terms, self.data_free = list(names), list(terms), {}
+        self.squared = None if any(names[1:]) else squared
         self.batch = terms[0][0].shape[0]
         self.shapes = {name: terms[0][0].shape[1:] for name in names if name}
 
@@ -174,6 +186,12 @@ class Direct(Site):
                 total = slack * largest + total
         return total
 
+    def squared_norms(self) -> dict[str, Tensor]:
+        """Return |c_i|^2 per name, an upper bound up to a relative 1e-4 (float64, [batch])."""
+        if self.squared is None or self.data_free:
+            return super().squared_norms()
+        return dict.fromkeys(self.shapes, self.squared)
+
     def slices(self, size: int = 0) -> Iterator[slice]:
         """Yield all examples at once: they are instantiated already."""
         yield slice(None)
@@ -185,12 +203,12 @@ class Direct(Site):
             return super().joined(others)
         return Direct(self.names, [*self.terms, *(term for s in alike for term in s.terms)])
 
-    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Bad, exact: bool) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
         exact = exact or len(self.terms) > 1
 
         def summed(gradient: Tensor) -> Callable[[Tensor], Tensor]:
-            flat = without(gradient, bad).flatten(1)
+            flat = finite(gradient, bad).flatten(1)
             shape = gradient.shape[1:]
             return lambda w: summed_rows(w.to(flat).unsqueeze(1), flat, exact).view(shape)
 
@@ -267,12 +285,12 @@ class Rows(Site):
         gamma = sum_error(positions, self.g.dtype) * math.sqrt(positions)
         return gamma * squares(self.g).sqrt()
 
-    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Bad, exact: bool) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
         if self.indices._version != self._version:
             raise RuntimeError(CHANGED)
         indices, added = self._added()
-        g = without(added * w[self.name].double()[:, None, None], bad)
+        g = finite(added * w[self.name].double()[:, None, None], bad)
         total = g.new_zeros(self.shapes[self.name])
         return {self.name: total.index_add_(0, indices.flatten(), g.flatten(0, 1))}
 
@@ -310,7 +328,7 @@ class Merged(Site):
             total = total + site.slack() + norms * sum_error(len(self.sites), torch.float32)
         return total
 
-    def raw_sum(self, w: Mapping[str, Tensor], bad: Tensor, exact: bool) -> dict[str, Tensor]:
+    def raw_sum(self, w: Mapping[str, Tensor], bad: Bad, exact: bool) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
         sums: dict[str, Tensor] = {}
         for site in self.sites:

@@ -101,12 +101,17 @@ class BBP(Descent):
         return BBPProcess(self, problem)
 
 
-def kl_gradient(model: nn.Module, prior: Prior, draws: Draws | None = None) -> dict[str, Tensor]:
+def kl_gradient(
+    model: nn.Module,
+    prior: Prior,
+    draws: Draws | None = None,
+    slopes: dict[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
     """Return the gradient of KL(q || p) with respect to (mu, rho), by parameter name.
 
     Exactly, or with `draws` by the estimate mean_j [log q(w_j) - log p(w_j)] at w_j = mu +
     softplus(rho) e_j, whose entropy part is exact too. Point parameters get the prior's gradient,
-    frozen ones none.
+    frozen ones none. `slopes` gets the derivative of every standard deviation by its rho.
     """
     result: dict[str, Tensor] = {}
     drawn = set()
@@ -127,7 +132,10 @@ def kl_gradient(model: nn.Module, prior: Prior, draws: Draws | None = None) -> d
                 by_mu = torch.stack([g for _, g in samples]).mean(0)
                 by_std = torch.stack([g * e for e, g in samples]).mean(0)
             result[f"{name}_mu"] = by_mu
-            result[f"{name}_rho"] = (by_std - 1 / std) * slope
+            by_std = torch.addcdiv(by_std, std.new_ones(()), std, value=-1)
+            result[f"{name}_rho"] = by_std.mul_(slope)
+            if slopes is not None:
+                slopes[name] = slope
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             result.pop(name, None)
@@ -173,17 +181,20 @@ class BBPProcess(DescentProcess):
         if self.inside:
             return {name: release[name] / b for name in state.parameters}
         draws = public(state.drawn)
-        kl = kl_gradient(self.model, self.problem.prior, None if self.exact else draws)
+        slopes: dict[str, Tensor] = {}
+        kl = kl_gradient(self.model, self.problem.prior, None if self.exact else draws, slopes)
         result: dict[str, Tensor] = {}
-        for name, parameter in state.parameters.items():
+        for name in state.parameters:
             weight, _, part = name.rpartition("_")
+            found = kl[name] / n
             if weight in release and part == "mu":
-                data = release[weight]
+                found.add_(release[weight], alpha=1 / b)
             elif weight in release and part == "rho":
-                data = release[weight] * draws[0][weight] * torch.sigmoid(parameter)
+                at_draw = release[weight] * draws[0][weight]
+                found.addcmul_(at_draw, slopes[weight], value=1 / b)
             else:
-                data = release[name]
-            result[name] = data / b + kl[name] / n
+                found.add_(release[name], alpha=1 / b)
+            result[name] = found
         return result
 
     def posterior(self, state: DescentState, **record: Any) -> Posterior:

@@ -8,7 +8,7 @@ import functools
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -98,6 +98,11 @@ class Problem:
 
 
 S = TypeVar("S", bound=State)
+Replay = Callable[[Hashable, Callable[[], Any], Any], Any]
+
+
+def _now(key: Hashable, work: Callable[[], Any], reads: Any) -> Any:
+    return work()
 
 
 class AnyProcess(ABC, Generic[S]):
@@ -133,6 +138,8 @@ class Process(AnyProcess[S]):
     """
 
     attached: Attached
+    replays: Replay = staticmethod(_now)
+    """Runs work on tensors, given a key of what else it depends on, and what it reads."""
 
     def __init__(self, problem: Problem, attached: Attached | None = None) -> None:
         super().__init__(problem)
@@ -340,19 +347,29 @@ class DescentProcess(Process[DescentState]):
 
     def update(self, state: DescentState, release: Mapping[str, Tensor]) -> DescentState:
         """Take an optimizer step, and average."""
+        descend = functools.partial(self._descend, state, release)
+        if type(state.optimizer) is torch.optim.SGD:  # others count their steps on the host
+            groups = [{**group, "params": 0} for group in state.optimizer.param_groups]
+            key = tuple(value for group in groups for value in group.values())
+            plain = all(isinstance(value, (int, float, type(None))) for value in key)
+            (self.replays if plain else _now)(key, descend, (release, state.drawn))
+        else:
+            descend()
+        if state.schedule is not None:
+            state.schedule.step()
+        kind, steps, average = self.settings.average, state.steps + 1, state.average
+        if kind is not None:
+            how = {"share": 1.0, "decay": kind} if isinstance(kind, float) else {}
+            average = average.add(state.parameters, steps, self.problem.steps, **how)
+        return dataclasses.replace(state, steps=steps, average=average)
+
+    def _descend(self, state: DescentState, release: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             for name, gradient in self.gradient(state, release).items():
                 parameter = state.parameters[name]
                 parameter.grad = gradient.to(parameter.dtype)
             state.optimizer.step()
             state.optimizer.zero_grad(set_to_none=True)
-            if state.schedule is not None:
-                state.schedule.step()
-        kind, steps, average = self.settings.average, state.steps + 1, state.average
-        if kind is not None:
-            how = {"share": 1.0, "decay": kind} if isinstance(kind, float) else {}
-            average = average.add(state.parameters, steps, self.problem.steps, **how)
-        return dataclasses.replace(state, steps=steps, average=average)
 
     def final(self, state: DescentState) -> nn.Module:
         """Return the network at its last weights, or at their average."""

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from dpbnn.methods.method import Descent, DescentProcess, DescentState, Problem
+from dpbnn.methods.state import apart, together
 from dpbnn.posteriors import IteratePosterior, IterateWriter, PointPosterior, Posterior
 from dpbnn.privacy.checks import check_count
 
@@ -54,11 +55,15 @@ class SGDProcess(DescentProcess):
 
     def gradient(self, state: DescentState, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return release / b + grad r / n."""
-        problem = self.problem
-        return {
-            name: release[name] / problem.batch_size + problem.prior.gradient(p) / problem.n
-            for name, p in state.parameters.items()
+        problem, parameters = self.problem, state.parameters
+        moving, released = together(parameters, release)
+        found = {
+            name: (released[name] / problem.batch_size).add_(
+                problem.prior.gradient(p), alpha=1 / problem.n
+            )
+            for name, p in moving.items()
         }
+        return apart(found, parameters)
 
     def posterior(self, state: DescentState, **record: Any) -> Posterior:
         """Return the last iterate, or the average."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dpbnn.methods.method import Method, Problem, Process
-from dpbnn.methods.state import State
+from dpbnn.methods.state import State, together
 from dpbnn.posteriors import IteratePosterior, IterateWriter, Posterior
 from dpbnn.privacy.checks import check_count, check_numbers, check_positive
 from dpbnn.privacy.langevin import DRIFT, sgld_noise_multiplier
@@ -244,12 +244,20 @@ class LangevinProcess(Process[LangevinState]):
             self.restart(state)
         writer = self._open_writer(state)
         eta = self.settings.rate(position)
-        with torch.no_grad():
-            for name, parameter in state.parameters.items():
+
+        @torch.no_grad()
+        def moved() -> None:
+            moving, released = state, release
+            if not state.velocity:
+                parameters, released = together(state.parameters, release)
+                moving = dataclasses.replace(state, parameters=parameters)
+            for name, parameter in moving.parameters.items():
                 scale = problem.n / problem.batch_size
-                drift = release[name] * scale + problem.prior.gradient(parameter)
+                drift = released[name] * scale + problem.prior.gradient(parameter)
                 injected = None if problem.private else torch.randn_like(parameter)
-                self.move(state, name, drift.to(parameter.dtype), eta, injected)
+                self.move(moving, name, drift.to(parameter.dtype), eta, injected)
+
+        self.replays(eta, moved, release)
         last = self.length - (position + 1)
         if last % self.settings.thin == 0 and last // self.settings.thin < self.kept:
             writer.append({n: p.detach() for n, p in state.parameters.items()})

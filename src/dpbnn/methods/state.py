@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["UNSAVED", "Average", "State", "flat", "restored"]
+from dpbnn.privacy.chacha import shared_flat
+
+__all__ = ["UNSAVED", "Average", "State", "apart", "flat", "restored", "together"]
 
 UNSAVED = {"saved": False}  # metadata of a field that checkpoints leave out
 Value = TypeVar("Value")
@@ -69,12 +71,41 @@ class Average:
             return self
         count = self.count + 1
         weight = 1 / count if decay is None else 1 - decay
-        with torch.no_grad():
-            for name, value in values.items():
-                if name in self.values:
-                    self.values[name].lerp_(value, weight)
+        known = [name for name in values if name in self.values]
+        if known:
+            with torch.no_grad():
+                torch._foreach_lerp_(
+                    [self.values[n] for n in known], [values[n] for n in known], weight
+                )
         new = {n: v.detach().clone() for n, v in values.items() if n not in self.values}
         return Average({**self.values, **new}, count)
+
+
+def together(
+    parameters: Mapping[str, Tensor], release: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return both as one tensor each, where they are views of one buffer each; else as they are.
+
+    That is so on a GPU, where a few large kernels take less time than many small ones. The buffers
+    are longer than their tensors; what lies between these has no meaning.
+    """
+    released = {name: release[name] for name in parameters}
+    if any(value.is_cuda for value in released.values()):
+        moving, given = (shared_flat(list(t.values())) for t in (parameters, released))
+        if moving is not None and given is not None:
+            return {"": moving}, {"": given}
+    return dict(parameters), released
+
+
+def apart(values: dict[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return values that were computed of `together` by the names of the parameters."""
+    if values.keys() != {""}:
+        return values
+    first = next(iter(parameters.values())).storage_offset()
+    return {
+        name: values[""].as_strided(p.shape, p.stride(), p.storage_offset() - first)
+        for name, p in parameters.items()
+    }
 
 
 def flat(value: Any, name: str = "") -> dict[str, Tensor]:

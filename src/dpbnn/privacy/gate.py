@@ -7,13 +7,14 @@ import math
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from dpbnn.privacy.checks import check_one_process
+from dpbnn.privacy.contracts import Auditor, Clippable, Replayed
 from dpbnn.privacy.events import Event, check_relation
 from dpbnn.privacy.grid import RESOLUTION, spacing
 from dpbnn.privacy.ledger import Attempt, Ledger
@@ -24,59 +25,7 @@ if TYPE_CHECKING:
     from dpbnn.privacy.sampling import Sampler
     from dpbnn.privacy.statement import PrivacyStatement
 
-__all__ = ["Clippable", "Gate"]
-
-
-class Clippable(Protocol):
-    """Per-example vectors that can be clipped and summed; see `dpbnn.contributions`.
-
-    A contribution that is not finite has norm 0 and is absent from every sum.
-    """
-
-    batch_size: int
-    shapes: Mapping[str, torch.Size]
-    device: torch.device
-    summed_in: torch.dtype
-    """What sums are formed in; the gate makes it float64 where the number of records is secret."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of what is released, float32 or float64; no function of the records."""
-
-    def sum_error(self, rows: int) -> float:
-        """Return e: sums of `rows` contributions of norm <= C, by chunks, err by e C at most.
-
-        A function of public settings. The gate adds the chunks up in float64.
-        """
-
-    def squared_norms(self) -> dict[str, Tensor]:
-        """Return |c_i|^2 per released name, never below the truth."""
-
-    def norms(self) -> Tensor:
-        """Return |c_i| over all released names, never below the truth."""
-
-    def weighted_sum(self, w: Any) -> dict[str, Tensor]:
-        """Return sum_i w_i c_i per released name, new tensors in float32 or better."""
-
-    def chunks(self) -> Iterator[Clippable]:
-        """Yield contributions whose examples, in order, make up this batch."""
-
-
-class Auditor(Protocol):
-    """Another way to release, for audits: sees the sums before the noise, and answers for it.
-
-    A gate with an auditor charges nothing. It notes in its ledger, durably and before anything is
-    summed, that releases were observed; nothing in that ledger is private from then on.
-    """
-
-    sampling_key: bytes
-    """What `fit` draws its batches with, instead of a key of its own."""
-
-    def keep(self, records: Tensor | None, count: int) -> Tensor | None:
-        """Return which examples take part, or None for all."""
-
-    def release(self, gate: Gate, event: Event, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what stands for the release."""
+__all__ = ["Gate"]
 
 
 Watcher = Callable[[Event, float, Tensor], None]
@@ -202,6 +151,10 @@ class Gate:
         """Number of releases that are recorded and not made yet."""
         return len(self._reserved)
 
+    def audited(self) -> bool:
+        """Whether an auditor makes the releases, which are then not private."""
+        return self._auditor is not None
+
     def reserve(self, count: int, noise_multiplier: float | None = None) -> None:
         """Record the next `count` releases at once, so that they need no write each.
 
@@ -265,22 +218,25 @@ class Gate:
                     f"noise_multiplier={sigma:g}: another value was reserved for this release; "
                     f"reserve in the order of use"
                 )
-            event = self._event(sigma, 1, self.step)
-            self.step += 1
+            step, self.step = self.step, self.step + 1
             norms: list[Tensor] = []
             if self._auditor is None:
-                release = self._noised(self._clipped_sum(contributions, keep, norms), sigma)
+                release = self._noised(self._summed(contributions, keep, norms), sigma)
             else:
                 masked = self._auditor.keep(records, contributions.batch_size)
                 if masked is not None:
                     keep = masked if keep is None else keep & masked.to(keep.device)
-                sums = self._clipped_sum(contributions, keep, norms)
-                release = self._auditor.release(self, event, sums)
-            release = {n: value.to(contributions.dtype) for n, value in release.items()}
+                sums = self._summed(contributions, keep, norms)
+                release = self._auditor.release(self, self._event(sigma, 1, step), sums)
+            if isinstance(contributions, Replayed):
+                release = contributions.released(release)
+            else:
+                release = {n: value.to(contributions.dtype) for n, value in release.items()}
             if mean and self.sampler is not None:
                 release = {n: value / self.sampler.batch_size for n, value in release.items()}
             for watcher in self._watchers:
-                watcher(event, self.clip, torch.cat(norms) if norms else torch.zeros(0))
+                all_norms = torch.cat(norms) if norms else torch.zeros(0)
+                watcher(self._event(sigma, 1, step), self.clip, all_norms)
             return release
 
     def statement(self, **details: Any) -> PrivacyStatement:
@@ -322,6 +278,20 @@ class Gate:
                 f"would leave nothing of the clip"
             )
         return _Precision(share, dtype)
+
+    def _summed(
+        self, contributions: Clippable, keep: Tensor | None, norms: list[Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the clipped sum; contributions that are replayed get the function that makes it.
+
+        It depends on what is computed of the clip alone, which is their key.
+        """
+        if not isinstance(contributions, Replayed):
+            return self._clipped_sum(contributions, keep, norms)
+        if self._watchers or not self.ledger.relation.public_size:
+            raise ValueError("replayed contributions: have no norms to watch, and a public size")
+        key = (self._precision, *self.clips.items())
+        return contributions.summed(key, keep, lambda c, keep: self._clipped_sum(c, keep, norms))
 
     def _clipped_sum(
         self, contributions: Clippable, keep: Tensor | None, norms: list[Tensor]

@@ -8,7 +8,8 @@ The noise of one release is a function of a secret key of its own and the number
 Only the key is carried from one release to the next, and it moves forward: tensors, releases,
 purposes and sources never share a stream, a run can be resumed from the key and the number of its
 next release alone, and no key gives the noise of earlier releases back. What a stream key becomes,
-up to the rounded sum, is in `dpbnn.privacy.stream`.
+up to the rounded sum, is in `dpbnn.privacy.stream` for the CPU and in `dpbnn.privacy.chacha` for
+other devices.
 """
 
 from __future__ import annotations
@@ -25,17 +26,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from dpbnn.privacy.chacha import add_noise, flat_views, shared_flat
 from dpbnn.privacy.grid import spacing
 from dpbnn.privacy.keys import ratchet
 from dpbnn.privacy.stream import (
     SIGNED,
     Words,
     add_gaussian,
-    add_together,
     empty_words,
     fill_serially,
     generator_name,
-    grouped,
     word_bytes,
 )
 
@@ -87,8 +87,9 @@ class NoiseSource:
     Releases are multiples of g, the `spacing` of std: attacks on their low bits (Mironov 2012) find
     nothing that the Gaussian mechanism does not show, see `dpbnn.privacy.grid`. On the CPU z is
     Gaussian up to that rounding: the uniform behind the radius has 96 bits in the tail for float32
-    (|z| up to 11.5) and 54 for float64 (|z| up to 8.6). On other devices z comes in float64 from
-    the device's own generator, seeded per release with 64 bits of the stream key.
+    (|z| up to 11.5) and 54 for float64 (|z| up to 8.6). On other devices z is float64 from ChaCha20
+    with a key of 256 bits a release (|z| up to 9.5, see `dpbnn.privacy.chacha`), in one pass over
+    all tensors; they are copied to one buffer unless they are views of one (`flat_views`).
 
     Args:
         purpose: What the noise is for. Sources with the same key and different purposes (chains,
@@ -136,7 +137,8 @@ class NoiseSource:
         self._purpose = purpose
         self._step = step
         self._draws = 0
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self._used = ""
+        self._flats: dict[int, tuple[list[Tensor], Tensor]] = {}
         self._forget_threads()
 
     def _forget_threads(self) -> None:
@@ -176,7 +178,7 @@ class NoiseSource:
         """Where the noise comes from, for the privacy statement."""
         if not self.private:
             return "seeded (debug)"
-        return f"operating-system entropy, {generator_name()}"
+        return f"operating-system entropy, {self._used or generator_name()}"
 
     def __repr__(self) -> str:
         return f"NoiseSource(source={self.source!r}, step={self.step})"
@@ -240,10 +242,10 @@ class NoiseSource:
                 f"std {std!r} was given for {list(tensors)}; allowed is one finite number of 0 or "
                 f"more, or one per name"
             )
-        for name, value in stds.items():
+        for value, own in {(stds[name], tensor.dtype) for name, tensor in tensors.items()}:
             if value:
-                for own in {dtype or tensors[name].dtype, tensors[name].dtype}:
-                    spacing(value, own)
+                spacing(value, own)
+                spacing(value, dtype or own)
         self._rekey_after_fork()
         with self._lock, torch.no_grad():
             sizes = _cpu_bytes(tensors.values(), dtype)
@@ -295,20 +297,28 @@ class NoiseSource:
         for name, tensor in tensors.items():
             if tensor.device.type != "cpu" and stds[name]:
                 groups.setdefault((tensor.device, tensor.dtype, stds[name]), []).append(tensor)
-        seeded: set[torch.device] = set()
-        for (device, own, std), alike in groups.items():
-            if device not in self._generators:
-                self._generators[device] = torch.Generator(device)
-            generator = self._generators[device]
-            if device not in seeded:
-                generator.manual_seed(int.from_bytes(self._stream_key(str(device))[:8], "big"))
-                seeded.add(device)
-            flats = [tensor.reshape(-1) for tensor in alike]
-            for pieces in grouped(flats):
-                add_together(pieces, std, dtype or own, generator)
-            for tensor, flat in zip(alike, flats, strict=True):
-                if not tensor.is_contiguous():
-                    tensor.copy_(flat.view_as(tensor))
+        for index, ((device, own, std), alike) in enumerate(groups.items()):
+            flat, copies = self._buffer(index, alike), []
+            if flat is None:
+                shapes = {str(i): tensor.shape for i, tensor in enumerate(alike)}
+                flat, views = flat_views(shapes, own, device)
+                copies = list(views.values())
+                torch._foreach_copy_(copies, alike)
+            add_noise(flat, std, dtype or own, self._stream_key(f"chacha20 {index}", 32))
+            self._used = "ChaCha20"
+            if copies:
+                torch._foreach_copy_(alike, copies)
+
+    def _buffer(self, index: int, tensors: list[Tensor]) -> Tensor | None:
+        """Return `shared_flat`, which is remembered for as long as the tensors are the same."""
+        known = self._flats.pop(index, None)
+        if known is None or [*map(id, known[0])] != [*map(id, tensors)]:
+            flat = shared_flat(tensors)
+            if flat is None:
+                return None
+            known = (tensors, flat)
+        self._flats[index] = known
+        return known[1]
 
     def _draw_ahead(self, keys: dict[torch.dtype, bytes], sizes: dict[torch.dtype, int]) -> None:
         for dtype, size in sizes.items():
@@ -316,11 +326,11 @@ class NoiseSource:
                 self._buffers[dtype] = empty_words(size)
             fill_serially(keys[dtype], 0, self._buffers[dtype])
 
-    def _stream_key(self, use: str) -> bytes:
+    def _stream_key(self, use: str, size: int = 16) -> bytes:
         message = f"{use}\0{self._purpose}".encode()
         step = self._step.to_bytes(8, "big")
         return blake2b(
-            step + message, key=self._key, digest_size=16, person=b"dpbnn noise"
+            step + message, key=self._key, digest_size=size, person=b"dpbnn noise"
         ).digest()
 
     def _rekey_after_fork(self) -> None:

@@ -47,6 +47,8 @@ class Relation(enum.StrEnum):
     @classmethod
     def parse(cls, value: str | Relation) -> Relation:
         """Return the relation that `value` names, whatever its case and punctuation."""
+        if isinstance(known := cls._value2member_map_.get(value), Relation):
+            return known
         letters = re.sub(r"[^a-z]", "", str(value).lower())
         for relation in cls:
             if letters == re.sub(r"[^a-z]", "", relation.value):

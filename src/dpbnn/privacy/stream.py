@@ -17,7 +17,6 @@ import ctypes
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
 from hashlib import blake2b, shake_128
 
 import numpy as np
@@ -42,7 +41,6 @@ _ZEROS = np.zeros(1 << 20, np.uint8)
 _ZEROS_AT = _ZEROS.ctypes.data
 _SHARE = 1 << 19  # bytes below which a thread of its own is not worth it
 _FEW = 1 << 12  # numbers below which torch's own generator is quicker
-_TOGETHER = 1 << 20  # numbers noised at once on other devices: few calls, and not much memory
 _LOCAL = threading.local()
 
 
@@ -257,29 +255,3 @@ def fill_normal(tensor: Tensor, generator: torch.Generator | None = None) -> Ten
     with torch.no_grad():
         add_gaussian([(tensor.view(-1), None)], tensor.dtype, key)
     return tensor
-
-
-def grouped(flats: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of pieces of flat tensors, in order, of `_TOGETHER` numbers each at most."""
-    group: list[Tensor] = []
-    room = _TOGETHER
-    for flat in flats:
-        while flat.numel():
-            group.append(flat[:room])
-            flat, room = flat[room:], room - group[-1].numel()
-            if not room:
-                yield group
-                group, room = [], _TOGETHER
-    if group:
-        yield group
-
-
-def add_together(
-    pieces: list[Tensor], std: float, dtype: torch.dtype, generator: torch.Generator
-) -> None:
-    """Add noise of a device's generator to flat tensors, on the grid of the dtype."""
-    sums = torch.cat(pieces)
-    noise = torch.empty_like(sums, dtype=torch.float64).normal_(generator=generator)
-    add_on_grid(sums, noise.mul_(_steps(std, dtype)), spacing(std, dtype))
-    for piece, part in zip(pieces, torch.split(sums, [len(p) for p in pieces]), strict=True):
-        piece.copy_(part)

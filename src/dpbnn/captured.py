@@ -1,0 +1,289 @@
+"""A private step on a GPU, captured in CUDA graphs once and replayed: the same kernels, no Python.
+
+Two parts of a step are graphs: a batch's clipped sum, from the gather of its records on, and the
+update of the method. Between them the gate adds the noise, by a kernel of its own with the key of
+that release: no noise is ever part of a graph.
+
+Batches are padded to a public capacity with rows that count as zero. A batch above it takes the
+ordinary path as a whole. What changes from step to step lies in device memory: the records, the
+parameters, the state of torch's generator. All else that a graph depends on is part of its key, so
+that another value is another graph. What cannot be captured runs as it would on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import random
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpbnn.contributions import UnsupportedModel
+from dpbnn.contributions.attach import refuse_changes
+from dpbnn.contributions.recorded import NetworkContributions
+from dpbnn.messages import unquoted
+from dpbnn.methods.method import Process
+from dpbnn.methods.state import State
+from dpbnn.privacy.chacha import flat_views, on_device, triton_kernels
+from dpbnn.privacy.contracts import Replayed
+from dpbnn.privacy.module_state import Change
+from dpbnn.privacy.sampling import Sampler
+from dpbnn.resume import FAILED
+
+__all__ = ["CapturedStep", "Replays"]
+
+_EAGER = 2  # times that work runs as it is before it is captured
+_GRAPHS = 8  # graphs of a run at most
+_AHEAD = 64  # batches that are drawn and copied at once
+
+
+class Replays:
+    """Runs work as it is a few times, captures it in a CUDA graph, and from then on replays that.
+
+    **Guarantee.** Work is replayed for the same key and the same tensors alone. Work that cannot be
+    captured, or draws from a generator of the CPU, runs as it is.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Hashable, int] = {}
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._refused = False
+
+    @property
+    def count(self) -> int:
+        """Number of graphs."""
+        return len(self._graphs)
+
+    def __call__(self, key: Hashable, work: Callable[[], Any], reads: Any = None) -> Any:
+        """Return what `work` returns; from a graph, the tensors that it has written anew.
+
+        Args:
+            key: everything that the work depends on beside tensors.
+            work: writes to tensors that exist already, or to new ones that it returns.
+            reads: tensors that it reads and that may be others at another time.
+        """
+        key = (key, *_places(reads))
+        if key in self._graphs:
+            graph, result = self._graphs[key]
+            graph.replay()
+            return result
+        self._seen[key] = self._seen.get(key, 0) + 1
+        if self._seen[key] <= _EAGER or self._refused or len(self._graphs) >= _GRAPHS:
+            if len(self._seen) > 64:  # of keys that change with every step
+                self._seen.clear()
+            return work()
+        try:
+            self._graphs[key] = self._captured(work)
+        except Exception as error:  # an error of the work itself comes again
+            torch.cuda.synchronize()
+            self._refused = True
+            warnings.warn(
+                f"this step cannot be captured as a CUDA graph ({type(error).__name__}), so it "
+                f"runs operation by operation, which is slower",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return work()
+        graph, result = self._graphs[key]
+        graph.replay()
+        return result
+
+    def _captured(self, work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        graph, before = torch.cuda.CUDAGraph(), _host_generators()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = work()
+        if _host_generators() != before:
+            raise RuntimeError("numbers were drawn on the CPU, and would be the same ever after")
+        return graph, result
+
+
+def _places(reads: Any) -> Iterator[int]:
+    """Yield where the tensors of mappings and lists lie."""
+    if isinstance(reads, Tensor):
+        yield reads.data_ptr()
+    elif isinstance(reads, Mapping):
+        yield from itertools.chain.from_iterable(map(_places, reads.values()))
+    elif isinstance(reads, list | tuple):
+        yield from itertools.chain.from_iterable(map(_places, reads))
+
+
+def _host_generators() -> list[bytes]:
+    """Return the states of the generators that a network can draw from on the CPU."""
+    _, numbers, position, *_ = np.random.get_state()  # noqa: NPY002, a network's, not ours
+    own = (random.getstate(), position, numbers.tobytes())  # type: ignore[union-attr]
+    return [repr(own).encode(), torch.get_rng_state().numpy().tobytes()]
+
+
+class CapturedStep(Replayed):
+    """The contributions of padded batches, whose clipped sums the gate has replayed.
+
+    Args:
+        process: contributes.
+        state: its first state; the parameters become views of one buffer.
+        like: contributions of no record at all.
+        data: inputs, targets, and which records count, all on the device.
+        sampler: says how large batches are.
+
+    Attributes:
+        drawn: what the present step has drawn without the data.
+        by_python: whether the last sum was made by Python, and not by a replay.
+    """
+
+    def __init__(
+        self,
+        process: Process[Any],
+        state: State,
+        like: NetworkContributions,
+        data: tuple[Any, Tensor, Tensor | None],
+        sampler: Sampler,
+    ) -> None:
+        self.process, self._state, self._like = process, state, like
+        self.x, self.y, self.kept = data
+        self.shapes, self.device, self.dtype = like.shapes, like.device, like.dtype
+        self.summed_in, self.sum_error = like.summed_in, like.sum_error
+        self.capacity, self.batch_size = capacity(sampler, len(self.y)), 0
+        self.replays = Replays()
+        self._block = torch.full((_AHEAD, self.capacity), -1, device=self.device)
+        self._row, self._at = 0, torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._sums: dict[str, Tensor] = {}
+        self._released: dict[str, Tensor] = {}
+        parameters = state.parameters
+        kind = next(iter(parameters.values())).dtype
+        shapes = {name: p.shape for name, p in parameters.items()}
+        self._flat, views = flat_views(shapes, kind, self.device)
+        for name, parameter in parameters.items():
+            parameter.data = views[name].copy_(parameter.data)
+        self._before = self._flat.clone()
+        self._changed = torch.zeros((), dtype=torch.int32, device=self.device)
+        self.drawn: Any = None
+        self.by_python = True
+
+    @staticmethod
+    def fits(state: State, like: object) -> bool:
+        """Return whether steps can be captured, as far as one can tell ahead."""
+        parameters = list(state.parameters.values())
+        alike = {(p.device, p.dtype) for p in parameters}
+        apart = {p.untyped_storage().data_ptr() for p in parameters}
+        return (
+            isinstance(like, NetworkContributions)
+            and like.device.type == "cuda"
+            and alike == {(like.device, like.dtype)}
+            and len(apart) == len(parameters)
+        )
+
+    def ahead(self, batches: Iterator[Tensor]) -> Iterator[Tensor]:
+        """Yield the batches; many of them are drawn and copied to the device at once."""
+        while block := list(itertools.islice(batches, _AHEAD)):
+            padded = np.full((len(block), self.capacity), -1)
+            for row, batch in zip(padded, block, strict=True):
+                if self.holds(batch):
+                    row[: len(batch)] = batch.numpy()
+            here = torch.from_numpy(padded)
+            here = here.pin_memory() if self.device.type == "cuda" else here
+            self._block[: len(block)].copy_(here, non_blocking=True)
+            self._at.zero_()
+            for self._row, batch in enumerate(block):
+                yield batch
+                if not self.holds(batch):
+                    self._at += 1  # `_sum` does it for the others
+
+    def holds(self, batch: Tensor) -> bool:
+        """Return whether a batch is within the capacity."""
+        return len(batch) <= self.capacity
+
+    def load(self, batch: Tensor, state: State) -> CapturedStep:
+        """Return the contributions of the batch that `ahead` has yielded."""
+        self.batch_size, self._state = len(batch), state
+        return self
+
+    @contextlib.contextmanager
+    def seeded(self) -> Iterator[None]:
+        """Let a replayed step draw from a seed of its own, as other steps do.
+
+        How many numbers it draws does not depend on the batch, which is padded.
+        """
+        seed = int(torch.randint(2**62, ()))
+        torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
+        yield
+
+    def summed(
+        self,
+        key: Hashable,
+        keep: Tensor | None,
+        sum_of: Callable[[NetworkContributions, Tensor], dict[str, Tensor]],
+    ) -> dict[str, Tensor]:
+        """Return the sum that `sum_of` makes of contributions and of which examples to keep.
+
+        It is in the same tensors for every batch.
+
+        Args:
+            key: everything that `sum_of` depends on beside its arguments.
+            keep: which examples of the batch to keep; None is all.
+            sum_of: the gate's.
+        """
+        if keep is not None:
+            part = self._block[self._row, : self.batch_size]
+            part.masked_fill_(~keep.to(self.device), -1)
+        self.by_python = False
+        self.replays(("sums", key), lambda: self._sum(sum_of))
+        return {name: self._sums[name] for name in self.shapes}
+
+    def released(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return noised sums in the dtype of releases, in the same tensors for every batch."""
+        if all(value.dtype is self.dtype for value in sums.values()):
+            return sums
+        if not self._released:
+            shapes = {name: value.shape for name, value in sums.items()}
+            self._released = flat_views(shapes, self.dtype, self.device)[1]
+        torch._foreach_copy_([self._released[name] for name in sums], list(sums.values()))
+        return dict(self._released)
+
+    def _sum(self, sum_of: Callable[[NetworkContributions, Tensor], dict[str, Tensor]]) -> None:
+        self.by_python = True
+        self._before.copy_(self._flat)
+        padded = self._block.index_select(0, self._at)[0]
+        self._at += 1
+        keep, records = padded >= 0, padded.clamp(min=0)
+        if self.kept is not None:
+            keep = keep & self.kept[records]
+        state = self.process.draw(self._state)
+        with unquoted(*FAILED, let=(UnsupportedModel,)):
+            contributions = self.process.contribute(state, self.x[records], self.y[records])
+        assert isinstance(contributions, NetworkContributions)
+        sums = sum_of(contributions, keep)
+        if not self._sums:
+            for kind in {value.dtype for value in sums.values()}:
+                alike = {n: v.shape for n, v in sums.items() if v.dtype is kind}
+                self._sums |= flat_views(alike, kind, self.device)[1]
+        torch._foreach_copy_([self._sums[name] for name in sums], list(sums.values()))
+        self._compare()
+        self.drawn = state.drawn
+
+    def _compare(self) -> None:
+        """Note on the device whether the network has written to its parameters."""
+        one, two = self._flat.view(torch.int64), self._before.view(torch.int64)
+        if self.device.type != "cuda" or triton_kernels() is None:
+            self._changed |= (one != two).any()
+        else:
+            with on_device(self.device):
+                launch = triton_kernels().differs_kernel[(-(-len(one) // 2048),)]
+                launch(one, two, self._changed, len(one), BLOCK=2048)
+
+    def check(self) -> None:
+        """Raise where contributions have changed the parameters, in any step so far."""
+        if bool(self._changed):
+            refuse_changes([Change("the network", "parameter", "weights")])
+
+
+def capacity(sampler: Sampler, size: int) -> int:
+    """Return how many rows a padded batch has: b + 4 sqrt(b), where its size is random."""
+    rows = float(sampler.batch_size)
+    if sampler.size(0) is None:
+        rows += 4 * math.sqrt(rows)
+    return max(1, min(math.ceil(rows / 8) * 8, size))

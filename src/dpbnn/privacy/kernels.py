@@ -1,0 +1,117 @@
+"""Triton kernels, imported where Triton is; each does what torch operations do elsewhere."""
+
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _quarter(a, b, c, d):
+    a = a + b
+    d = d ^ a
+    d = (d << 16) | (d >> 16)
+    c = c + d
+    b = b ^ c
+    b = (b << 12) | (b >> 20)
+    a = a + b
+    d = d ^ a
+    d = (d << 8) | (d >> 24)
+    c = c + d
+    b = b ^ c
+    b = (b << 7) | (b >> 25)
+    return a, b, c, d
+
+
+@triton.jit
+def _put(sums, at, size, noise, inverse, g):
+    """Round sum and noise to the grid, and add them."""
+    own = tl.load(sums + at, mask=at < size, other=0.0)
+    scaled = own.to(tl.float64) * inverse
+    whole = tl.where(scaled < 0, tl.ceil(scaled), tl.floor(scaled))
+    total = (whole + tl.floor(noise)).to(own.dtype).to(tl.float64) * g
+    total = tl.where(total == 0, 0.0, total)  # takes the sign off a zero
+    tl.store(sums + at, total.to(own.dtype), mask=at < size)
+
+
+@triton.jit
+def _pair(
+    sums, at, size, a, b, c, d, steps, inverse, g,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """Turn four words into two normals, and add them."""
+    u = (a.to(tl.float64) * 4294967296.0 + b.to(tl.float64) + 0.5) * 5.421010862427522e-20
+    v = (c.to(tl.float64) * 4294967296.0 + d.to(tl.float64)) * 5.421010862427522e-20
+    radius = tl.sqrt(-2.0 * tl.log(u))
+    angle = v * 6.283185307179586
+    _put(sums, at, size, radius * tl.cos(angle) * steps, inverse, g)
+    _put(sums, at + LANES, size, radius * tl.sin(angle) * steps, inverse, g)
+
+
+@triton.jit(
+    do_not_specialize=["size", "k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7", "s", "i", "p"]
+)
+def add_kernel(
+    sums, size, k0, k1, k2, k3, k4, k5, k6, k7,
+    s, i, p, LANES: tl.constexpr,
+):  # fmt: skip
+    """Add the noise of one tile of positions; see `dpbnn.privacy.chacha.add_noise`.
+
+    s, i and p are the bits of three float64: the standard deviation in steps, 1 / g and g.
+    """
+    tile = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    zero = tl.zeros((LANES,), tl.uint32)
+    counter = zero + (tile * LANES + lane).to(tl.uint32)
+    x0, x1 = zero + 0x61707865, zero + 0x3320646E
+    x2, x3 = zero + 0x79622D32, zero + 0x6B206574
+    x4, x5 = zero + k0.to(tl.uint32, bitcast=True), zero + k1.to(tl.uint32, bitcast=True)
+    x6, x7 = zero + k2.to(tl.uint32, bitcast=True), zero + k3.to(tl.uint32, bitcast=True)
+    x8, x9 = zero + k4.to(tl.uint32, bitcast=True), zero + k5.to(tl.uint32, bitcast=True)
+    x10, x11 = zero + k6.to(tl.uint32, bitcast=True), zero + k7.to(tl.uint32, bitcast=True)
+    x12, x13, x14, x15 = counter, zero, zero, zero
+    for _ in tl.static_range(10):
+        x0, x4, x8, x12 = _quarter(x0, x4, x8, x12)
+        x1, x5, x9, x13 = _quarter(x1, x5, x9, x13)
+        x2, x6, x10, x14 = _quarter(x2, x6, x10, x14)
+        x3, x7, x11, x15 = _quarter(x3, x7, x11, x15)
+        x0, x5, x10, x15 = _quarter(x0, x5, x10, x15)
+        x1, x6, x11, x12 = _quarter(x1, x6, x11, x12)
+        x2, x7, x8, x13 = _quarter(x2, x7, x8, x13)
+        x3, x4, x9, x14 = _quarter(x3, x4, x9, x14)
+    x0, x1, x2, x3 = x0 + 0x61707865, x1 + 0x3320646E, x2 + 0x79622D32, x3 + 0x6B206574
+    x4, x5 = x4 + k0.to(tl.uint32, bitcast=True), x5 + k1.to(tl.uint32, bitcast=True)
+    x6, x7 = x6 + k2.to(tl.uint32, bitcast=True), x7 + k3.to(tl.uint32, bitcast=True)
+    x8, x9 = x8 + k4.to(tl.uint32, bitcast=True), x9 + k5.to(tl.uint32, bitcast=True)
+    x10, x11 = x10 + k6.to(tl.uint32, bitcast=True), x11 + k7.to(tl.uint32, bitcast=True)
+    x12 = x12 + counter
+    steps = s.to(tl.float64, bitcast=True)
+    inverse = i.to(tl.float64, bitcast=True)
+    g = p.to(tl.float64, bitcast=True)
+    at = tile * (8 * LANES) + lane
+    _pair(sums, at, size, x0, x1, x2, x3, steps, inverse, g, LANES)
+    _pair(sums, at + 2 * LANES, size, x4, x5, x6, x7, steps, inverse, g, LANES)
+    _pair(sums, at + 4 * LANES, size, x8, x9, x10, x11, steps, inverse, g, LANES)
+    _pair(sums, at + 6 * LANES, size, x12, x13, x14, x15, steps, inverse, g, LANES)
+
+
+@triton.jit
+def squares_kernel(rows, out, columns, tiny, BLOCK: tl.constexpr):
+    """Write one row's sum of squares plus `tiny` in float64; infinite beyond float32."""
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        part = tl.load(rows + row * columns + at, mask=at < columns, other=0.0).to(tl.float64)
+        total += part * part
+    summed = tl.sum(total, 0)
+    tl.store(out + row, tl.where(summed > 3.4028234663852886e38, float("inf"), summed + tiny))
+
+
+@triton.jit
+def differs_kernel(one, two, flag, size, BLOCK: tl.constexpr):
+    """Set the flag where the bits of two int64 tensors differ."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(one + at, mask=at < size, other=0)
+    b = tl.load(two + at, mask=at < size, other=0)
+    if tl.sum((a != b).to(tl.int32), 0) > 0:
+        tl.store(flag, 1)

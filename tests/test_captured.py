@@ -1,0 +1,381 @@
+"""Steps that are captured in CUDA graphs: padded batches, what is refused, replays on a GPU.
+
+The tests without a GPU run the captured step's own code operation by operation.
+"""
+
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dpbnn
+from dpbnn import captured, training
+from dpbnn.captured import CapturedStep, Replays, capacity
+from dpbnn.contributions import UnsupportedModel
+from dpbnn.likelihoods import Categorical
+from dpbnn.methods.method import Problem
+from dpbnn.privacy import noise
+from dpbnn.privacy.gate import Gate
+from dpbnn.privacy.noise import NoiseSource
+from dpbnn.privacy.sampling import FixedSize, Partition, Poisson
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+N = 300
+generator = torch.Generator().manual_seed(0)
+X = torch.rand(N, 6, generator=generator)
+Y = torch.randint(0, 3, (N,), generator=generator)
+
+
+def network(dropout=0.0):
+    return dpbnn.mlp(6, (9, 8), 3, dropout=dropout)
+
+
+def started(model, x, kept=None, method=None):
+    """Return a captured step on the CPU, its process and its state."""
+    method = method or dpbnn.SGD()
+    process = method.start(Problem(model, Categorical(), dpbnn.Gaussian(1.0), N, 20, 50, True))
+    state = process.begin()
+    like = process.contribute(process.draw(state), x[:0], Y[:0])
+    sampler = Poisson(N, 20)
+    return CapturedStep(process, state, like, (x, Y, kept), sampler), process, state
+
+
+def silent():
+    gate = Gate(0.7, 1.0, noise=NoiseSource.seeded(0))
+    gate._noised = lambda sums, sigma: {name: value.clone() for name, value in sums.items()}
+    return gate
+
+
+@pytest.mark.parametrize("size", [0, 1, 20, 38])
+def test_a_padded_batch_has_the_sum_of_the_batch(size, monkeypatch):
+    """Record 0 stands for the padding: here it is not finite, and not in the batch."""
+    monkeypatch.setattr(captured, "_EAGER", 100)
+    x = X.clone()
+    x[0] = torch.nan
+    kept = torch.arange(N) % 5 > 0
+    torch.manual_seed(0)
+    step, process, state = started(network(), x, kept)
+    for _ in range(4):
+        batch = torch.randperm(N - 1)[:size] + 1
+        assert step.holds(batch)
+        next(step.ahead(iter([batch])))
+        found = silent()(step.load(batch, state), records=batch)
+        ordinary = process.contribute(state, x[batch], Y[batch])
+        wanted = silent()(ordinary, keep=kept[batch])
+        for name in wanted:
+            torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-6)
+    assert capacity(Poisson(N, 20), N) == 40
+
+
+def test_no_batch_is_truncated():
+    step, *_ = started(network(), X)
+    assert not step.holds(torch.arange(41))
+    assert capacity(FixedSize(N, 20), N) == 24
+    assert capacity(Partition(N, 150), N) == 152
+    assert capacity(Poisson(10, 9), 10) == 10
+
+
+def test_an_audit_can_leave_a_record_out():
+    step, process, state = started(network(), X)
+    batch = torch.tensor([3, 7, 9])
+    next(step.ahead(iter([batch])))
+    gate, keep = silent(), torch.tensor([True, False, True])
+    gate._precision = gate._precision_of(step, 1.0)
+    step.load(batch, state)
+    found = gate._summed(step, keep, [])
+    wanted = silent()(process.contribute(state, X[batch], Y[batch]), keep=keep)
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tampers", [False, True])
+def test_a_network_that_writes_to_its_weights_is_refused(tampers):
+    """The attack: during replays no Python looks, so the device itself must note it."""
+    step, process, state = started(network(), X)
+    weight, contribute = next(iter(state.parameters.values())), process.contribute
+
+    def writes(*arguments):
+        weight.data[0] += 1.0  # torch's version counters do not see it
+        return contribute(*arguments)
+
+    process.contribute = writes if tampers else contribute
+    batch = torch.arange(20)
+    next(step.ahead(iter([batch])))
+    silent()(step.load(batch, state), records=batch)
+    if tampers:
+        with pytest.raises(UnsupportedModel, match="changes its parameter"):
+            step.check()
+    else:
+        step.check()
+
+
+def test_work_that_cannot_be_captured_runs_as_it_is_and_says_so_once(monkeypatch):
+    def refuse(self, work):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(Replays, "_captured", refuse)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    replays, ran = Replays(), []
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(10):
+            assert replays("key", lambda: ran.append(0) or len(ran)) == len(ran)
+    assert len(ran) == 10
+    assert len(found) == 1
+    assert "cannot be captured" in str(found[0].message)
+
+
+def test_a_replay_is_of_the_same_key_and_the_same_tensors(monkeypatch):
+    class Graph:
+        def replay(self):
+            played.append(self)
+
+    monkeypatch.setattr(Replays, "_captured", lambda self, work: (Graph(), work()))
+    replays, played, ran = Replays(), [], []
+    one, two = torch.zeros(3), torch.zeros(3)
+    for key, tensor in [("a", one)] * 5 + [("a", two)] * 2 + [("b", one)] * 2:
+        replays(key, lambda: ran.append(0), tensor)
+    assert (len(ran), len(played), replays.count) == (3 + 2 + 2, 3, 1)
+    for key in range(500):
+        replays(key, lambda: ran.append(0))
+    assert len(replays._seen) <= 65
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [random.random, lambda: np.random.rand(), lambda: torch.rand(1)],  # noqa: NPY002
+)
+def test_numbers_drawn_on_the_cpu_are_noticed(draw):
+    before = captured._host_generators()
+    assert captured._host_generators() == before
+    draw()
+    assert captured._host_generators() != before
+
+
+# On a GPU
+
+
+def fitted(method, make=network, *, steps=12, capture=True, watch=None, **options):
+    """Return the parameters after a run, and the run."""
+    runs, train, once = [], training._Run.train, training._Run._captured
+
+    def noted(run, progress):
+        runs.append(run)
+        train(run, progress)
+
+    plan = dpbnn.plan(noise_multiplier=1.3, delta=1e-5, n=N, batch_size=40, steps=steps)
+    options = {"debug_seed": 1, **options}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training._Run, "train", noted)
+        if not capture:
+            patch.setattr(training._Run, "_captured", lambda run: None)
+        if watch is not None:
+            watch(patch)
+        dpbnn.fit(make, (X, Y), method=method, plan=plan, device="cuda", progress=False, **options)
+    assert once is training._Run._captured
+    return {n: p.detach().clone() for n, p in runs[0].state.parameters.items()}, runs[0]
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(2, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(self.blocks(self.first(x.view(-1, 3, 2))).mean(1))
+
+
+class Convolution(nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(),
+            nn.Flatten(), nn.Linear(16, 3),
+        )  # fmt: skip
+
+
+METHODS = {
+    "sgd": (dpbnn.SGD(learning_rate=0.1, momentum=0.9), network, 2),
+    "averaged": (dpbnn.SGD(learning_rate=0.1, average="polyak"), network, 2),
+    "adam": (dpbnn.SGD(learning_rate=0.01, optimizer="adam"), network, 1),
+    "schedule": (dpbnn.SGD(learning_rate=0.01, schedule="cosine"), network, 1),
+    "sgld": (dpbnn.SGLD(learning_rate=1e-3, keep=3), network, 2),
+    "sghmc": (dpbnn.SGHMC(learning_rate=1e-3, keep=3), network, 2),
+    "bbp": (dpbnn.BBP(learning_rate=0.1), network, 2),
+    "paper": (dpbnn.BBP.paper(draws=2, kl_weight=None), network, 2),
+    "vi": (dpbnn.VI(learning_rate=0.1), network, 2),
+    "encoder": (dpbnn.SGD(learning_rate=0.1), Encoder, 2),
+    "convolution": (dpbnn.SGD(learning_rate=0.1), Convolution, 2),
+}
+
+
+@gpu
+@pytest.mark.parametrize("name", METHODS)
+def test_a_captured_run_ends_where_an_ordinary_one_does(name):
+    method, make, graphs = METHODS[name]
+    torch.backends.cudnn.conv.fp32_precision, before = "ieee", "tf32"
+    try:
+        found, run = fitted(method, make)
+        wanted, _ = fitted(method, make, capture=False)
+    finally:
+        torch.backends.cudnn.conv.fp32_precision = before
+    assert run.captured.replays.count >= graphs
+    for key in wanted:
+        torch.testing.assert_close(found[key], wanted[key], rtol=1e-4, atol=2e-6)
+
+
+def released(watch=None, steps=30):
+    """Return what every step of a captured run adds to its sums."""
+    found, noised = [], Gate._noised
+
+    def note(gate, sums, sigma):
+        before = {name: value.clone() for name, value in sums.items()}
+        after = noised(gate, sums, sigma)
+        found.append(torch.cat([(after[n] - before[n]).flatten() for n in before]))
+        return after
+
+    def both(patch):
+        patch.setattr(Gate, "_noised", note)
+        if watch is not None:
+            watch(patch)
+
+    make = lambda: dpbnn.mlp(6, (60, 60), 3)  # noqa: E731
+    _, run = fitted(dpbnn.SGD(), make, steps=steps, watch=both, debug_seed=None)
+    assert run.captured.replays.count == 2
+    return torch.stack(found).double().cpu()
+
+
+def repeats(found):
+    """Whether two steps share noise; of independent ones, less often than once in 10^9 runs."""
+    correlations = torch.corrcoef(found).fill_diagonal_(0).abs()
+    return bool(correlations.max() > 8 / found.shape[1] ** 0.5)
+
+
+@gpu
+def test_no_two_replays_share_their_noise():
+    found = released()
+    assert abs(float(found.std()) / 1.3 - 1) < 0.02
+    assert not repeats(found)
+
+
+@gpu
+def test_noise_of_a_key_that_never_changes_would_be_seen():
+    def baked(patch):
+        original = noise.add_noise
+        patch.setattr(
+            noise, "add_noise", lambda flat, std, dtype, key: original(flat, std, dtype, bytes(32))
+        )
+
+    assert repeats(released(baked))
+
+
+@gpu
+def test_dropout_masks_differ_from_step_to_step_and_resume_as_they_were(tmp_path):
+    make = lambda: network(dropout=0.5)  # noqa: E731
+    method = dpbnn.MCDropout(learning_rate=0.5)
+    whole, run = fitted(method, make, steps=24, out=tmp_path / "whole", checkpoint_every=10)
+    assert run.captured.replays.count == 2
+
+    def stops(patch):
+        once = training._Run._replayed
+
+        def interrupted(run, *arguments):
+            if run.step == 17:
+                raise MemoryError
+            once(run, *arguments)
+
+        patch.setattr(training._Run, "_replayed", interrupted)
+
+    with pytest.raises(MemoryError):
+        fitted(method, make, steps=24, out=tmp_path / "half", checkpoint_every=10, watch=stops)
+    again, _ = fitted(method, make, steps=24, out=tmp_path / "half", resume=True)
+    for key in whole:
+        torch.testing.assert_close(again[key], whole[key], rtol=1e-4, atol=1e-6)
+
+
+@gpu
+@pytest.mark.parametrize("name", ["sgd", "sgld", "bbp", "encoder"])
+def test_neighbours_are_as_far_apart_as_the_sensitivity_through_captured_steps(name):
+    method, make, _ = METHODS[name]
+    plan = dpbnn.plan(noise_multiplier=1.3, delta=1e-5, n=N, batch_size=150, steps=8)
+    counts, once = [], CapturedStep.check
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            CapturedStep, "check", lambda step: (counts.append(step.replays.count), once(step))
+        )
+        found = dpbnn.replay(method, (X, Y), 7, model=lambda: make().cuda(), plan=plan)
+    assert max(counts) >= 1
+    assert found.passed, found
+    assert max(found.distances) > 0
+
+
+@gpu
+def test_the_loop_waits_for_nothing():
+    def strict(patch):
+        once = training._Run._replayed
+
+        def checked(run, *arguments):
+            graphs = run.captured.replays.count >= 2 and run.step < 36  # then iterates are stored
+            mode = "error" if graphs else "default"
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                once(run, *arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        patch.setattr(training._Run, "_replayed", checked)
+
+    for name in ("sgd", "sgld", "bbp"):
+        method, make, _ = METHODS[name]
+        fitted(method, make, steps=40, watch=strict)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y * 2 if bool((y > 1e9).any()) else y
+
+
+class Chance(Branches):
+    def forward(self, x):
+        return self.layer(x) * (1 + float(torch.rand(())))
+
+
+@gpu
+@pytest.mark.parametrize("make", [Branches, Chance])
+def test_a_network_that_cannot_be_captured_is_trained_all_the_same(make):
+    with pytest.warns(RuntimeWarning, match="cannot be captured") as found:
+        parameters, run = fitted(dpbnn.SGD(learning_rate=0.1), make)
+    assert len(found) == 1
+    assert run.captured.replays.count == 0
+    wanted, _ = fitted(dpbnn.SGD(learning_rate=0.1), make, capture=False)
+    if make is Branches:
+        for key in wanted:
+            torch.testing.assert_close(parameters[key], wanted[key], rtol=1e-4, atol=1e-6)
+
+
+@gpu
+def test_many_steps_leave_the_memory_as_it_was():
+    used = {}
+
+    def measured(patch):
+        once = training._Run._replayed
+
+        def noted(run, *arguments):
+            once(run, *arguments)
+            used[run.step] = torch.cuda.memory_allocated()
+
+        patch.setattr(training._Run, "_replayed", noted)
+
+    fitted(dpbnn.SGD(), steps=700, watch=measured)
+    assert used[690] <= used[200] + 2**16
