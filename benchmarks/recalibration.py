@@ -10,7 +10,8 @@ losses: one noised vector of log-loss differences at 64 temperatures, each clipp
     smoothed by a polynomial.
 Brier: the same with Brier scores, jointly clipped at 4.
 
-The settings of the noise-aware way were chosen on other tables and seeds than those of --training.
+The settings of the noise-aware way were chosen on other simulated tables and other splits than
+those of --training, but for how much it spends.
 """
 
 import argparse

@@ -25,7 +25,7 @@ TEMPER_SHARE = 0.1  # most of the budget's mu^2 for a temperature from training 
 TEMPER_ENOUGH = {"classification": 0.07, "regression": 0.04}  # error of log T by the noise
 TEMPER_HOPELESS = 2.0  # error above which no temperature is tried
 TEMPER_DRAWS = 16  # most posterior draws of the predictions for it
-COVER_ROWS = (0.2, 20_000)  # likewise for the threshold
+COVER_ROWS = (0.2, 20_000)  # share of all rows held out for the threshold, and most of them
 COVER_SHARE = 0.2  # of epsilon, for the threshold
 BETA = 0.01  # probability that the noise spoils the threshold
 
@@ -150,7 +150,7 @@ class HeldOut:
         return "regression" if self.regression else "classification"
 
     def _plan_on_training(self, n: int, epsilon: float | None, delta: float) -> Plan | None:
-        """Return a plan with as little of the budget as will do; None where too much would not.
+        """Return a plan that spends no more than needed; None where the noise would decide.
 
         Without privacy there is none: such a model fits its training rows better than others.
         """
