@@ -281,8 +281,8 @@ _replays = 0
 def _gates_of(auditor: Auditor) -> Iterator[None]:
     """Make this thread's gates and samplers the audit's, whoever made them, while a function runs.
 
-    While any thread is in here, `Gate.__call__`, `Gate.reserve`, `Gate.audited` and `Sampler.batches` are functions
-    that look for the auditor of their thread. A thread without one releases as ever.
+    While any thread is in here, the methods of `Gate` and `Sampler` that are named here look for
+    the auditor of their thread. A thread without one releases as ever.
     """
     global _replays
     with _INSTALLING:
