@@ -128,7 +128,7 @@ _UCI = {"power": "power", "kin8nm": "kin8nm", "naval": "naval", "protein": "prot
 
 
 def _uci(name: str) -> Table:
-    from benchmarks.uci import DATASETS
+    from dpbnn.reproduce.uci import DATASETS
     from dpbnn.data import load
 
     about = DATASETS[_UCI[name]]

@@ -236,6 +236,7 @@ class NoiseAwareProcess(Process[NoiseAwareState]):
             slope @ slope.mT,
         )
 
+    @torch.no_grad()
     def _closed(self, state: NoiseAwareState, number: int) -> NoiseAwareState:
         """Return the state after a round: sums moved on, weights nearer to the linearised mean.
 
