@@ -13,13 +13,14 @@ SOURCE = Path(dpbnn.__file__).parent
 
 # A room may import itself and the rooms named after it.
 BELOW = {
-    "privacy": set(),
+    "privacy": {"notebook"},
     "calibration": {"privacy", "contributions", "messages", "predictive"},
     "contributions": {"privacy", "likelihoods", "messages", "networks"},
     "data": {"privacy", "contributions", "messages"},
-    "evaluation": {"likelihoods", "messages", "predictive"},
+    "evaluation": {"likelihoods", "messages", "notebook", "predictive"},
     "likelihoods": {"predictive"},
     "messages": set(),
+    "notebook": set(),
     "mixtures": {"messages", "networks"},
     "networks": {"privacy"},
     "predictive": set(),
@@ -28,6 +29,7 @@ BELOW = {
     "storage": {"privacy", "", "__version__"},
     "posteriors": {
         "messages",
+        "notebook",
         "predictive",
         "likelihoods",
         "mixtures",

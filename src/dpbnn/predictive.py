@@ -226,9 +226,8 @@ class RealPredictive(Predictive):
     variance = variance over samples of the mean (epistemic) + mean noise variance (aleatoric).
     Quantiles, intervals, mode and entropy are those of each output by itself.
 
-    With public bounds of the target, predictions stay inside: mean, mode, quantiles, intervals and
-    draws are clipped to them. Clipped quantiles are exactly those of the clipped target. Density,
-    variances and entropy stay those of the mixture, which knows no bounds.
+    Mean, mode, quantiles, intervals and draws are clipped to public bounds of the target, if there
+    are any. Density, variances and entropy stay those of the mixture, which knows no bounds.
 
     Args:
         means: means of every posterior sample, [S, N] or [S, N, D].
@@ -237,13 +236,9 @@ class RealPredictive(Predictive):
     """
 
     def __init__(
-        self,
-        means: Tensor,
-        variances: Tensor | float,
-        bounds: tuple[float, float] | None = None,
+        self, means: Tensor, variances: Tensor | float, bounds: tuple[float, float] | None = None
     ) -> None:
-        self.means = _checked(means, "means", 2)
-        self.bounds = bounds
+        self.means, self.bounds = _checked(means, "means", 2), bounds
         variances = torch.as_tensor(variances, dtype=self.means.dtype, device=self.means.device)
         if not ((variances > 0) & variances.isfinite()).all():
             raise ValueError(

@@ -18,6 +18,7 @@ from dpbnn.evaluation.groups import Group
 from dpbnn.evaluation.regression import LEVELS, Coverage
 from dpbnn.evaluation.resampling import Metric, Sums, resampled
 from dpbnn.evaluation.selective import RiskCoverage
+from dpbnn.notebook import Shown
 from dpbnn.predictive import RealPredictive
 
 SCHEMA = 1
@@ -38,7 +39,7 @@ class Histogram:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Evaluation:
+class Evaluation(Shown):
     """Metrics of predictions on test data, and the data of their diagrams.
 
     Attributes:

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from dpbnn.likelihoods import full
 from dpbnn.likelihoods import likelihood as named_likelihood
 from dpbnn.messages import unquoted
+from dpbnn.notebook import Shown
 from dpbnn.posteriors import folder as folders
 from dpbnn.posteriors.evaluate import Draws, Inputs, evaluate
 from dpbnn.predictive import Predictive
 from dpbnn.storage import new_folder
 
 
-class Posterior(ABC):
+class Posterior(Shown, ABC):
     """A distribution over the weights of a network.
 
     Args:
@@ -59,6 +60,11 @@ class Posterior(ABC):
         super().__init_subclass__(**kwargs)
         if "kind" in vars(cls):
             Posterior.kinds[cls.kind] = cls
+
+    def __str__(self) -> str:
+        count = sum(tensor.numel() for tensor in self.model.parameters())
+        about = f"{type(self).__name__}: {count} weights of {type(self.model).__name__}"
+        return about if self.privacy is None else f"{about}\n{self.privacy}"
 
     @abstractmethod
     def _draws(

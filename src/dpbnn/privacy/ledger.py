@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, SupportsIndex
 
+from dpbnn.notebook import Shown
 from dpbnn.privacy import accountants
 from dpbnn.privacy.checks import check_numbers, round_up
 from dpbnn.privacy.events import Event, check_relation
@@ -27,7 +28,7 @@ class BudgetExceeded(RuntimeError):
     """The next release would cost more than is left; nothing was spent."""
 
 
-class Ledger:
+class Ledger(Shown):
     """Records every release and enforces a budget.
 
     The file holds one JSON object a line: a header (name, relation, budget), a line for every new
@@ -82,6 +83,15 @@ class Ledger:
         self._forget()
         if self._file is not None:
             self._open(self._file, given=relation is not None)
+
+    def __str__(self) -> str:
+        count, budget = self.releases, self.budget
+        limit = "no limit" if budget is None else f"epsilon {budget[0]:g} at delta {budget[1]:g}"
+        return (
+            f"Ledger {'in memory' if self.path is None else self.path}\n"
+            f"  {count} release{'s' * (count != 1)} on record, under {self.relation}\n"
+            f"  budget: {limit}"
+        )
 
     @property
     def id(self) -> str:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from dpbnn.notebook import Shown
 from dpbnn.privacy import accountants
 from dpbnn.privacy.accountants import Accountant
 from dpbnn.privacy.checks import check_between, round_up, warn_if_weak
@@ -24,7 +25,7 @@ _DELTA = (0, 0.1, "a small probability, such as 1e-5, well below 1/n")
 _EPOCHS = (0, math.inf, "a number of passes over the data")
 
 
-class _Budget(ABC):
+class _Budget(Shown, ABC):
     """What `Plan` and `ComposedPlan` share: events, delta, relation and the numbers from them."""
 
     delta: float

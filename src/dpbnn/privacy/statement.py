@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from dpbnn.notebook import Shown
 from dpbnn.privacy import accountants
 from dpbnn.privacy.attack import Attack, attack_on
 from dpbnn.privacy.checks import round_up, weak_points
@@ -84,7 +85,7 @@ class LabelledEvent:
 
 
 @dataclasses.dataclass(frozen=True)
-class PrivacyStatement:
+class PrivacyStatement(Shown):
     """The guarantee of a run, or that there is none.
 
     Attributes:
