@@ -173,8 +173,9 @@ def table1(settings: Settings) -> Result:
             "corrected: full batches, one clip for all coordinates, zero-out, exact Gaussian "
             "accounting. DP-EM's covariance is that of the means given the responsibilities; "
             "the paper's DP-EM row is on data scaled to the unit ball and cannot be compared",
-            "Eq. 5 as printed moves the factor by 1/N^2 a record, so after 100 passes it is at "
-            "9.5 % of its target: that is the covariance error of the row SEP",
+            f"Eq. 5 as printed moves the factor by 1/N^2 a record: after {passes} passes it is at "
+            f"{-100 * math.expm1(-passes / N):.1f} % of its target, which is the covariance error "
+            f"of the row SEP",
         ),
         summary=Summary(
             paper="DP-SEP mean error 83 / 12 / 2.2 at a claimed epsilon of 1 / 5 / 50",
