@@ -38,9 +38,9 @@ def fitted():
 def test_everything_is_in_one_ledger_within_the_budget(fitted):
     statement = fitted.privacy_
     assert [m["label"] for m in statement.mechanisms] == [
-        "sgld", "recalibration", "conformal calibration",
+        "private standardisation", "sgd", "recalibration", "conformal calibration",
     ]  # fmt: skip
-    assert [m["n"] for m in statement.mechanisms] == [3600, 1200, 1200]
+    assert [m["n"] for m in statement.mechanisms] == [3600, 3600, 1200, 1200]
     assert [m["releases"] for m in statement.mechanisms] == [fitted.plan_.steps, 6, 1]
     assert 0.99 * 4 <= statement.epsilon <= 4
     assert statement.epsilon == pytest.approx(fitted.ledger_.epsilon(statement.delta))
