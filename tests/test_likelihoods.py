@@ -3,7 +3,13 @@ import torch
 from torch.distributions import Categorical as TorchCategorical
 from torch.distributions import Normal
 
-from dpbnn.likelihoods import Categorical, Gaussian, likelihood
+from dpbnn.likelihoods import (
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    LearnedNoiseGaussian,
+    likelihood,
+)
 
 
 def test_categorical_is_the_log_softmax_of_the_label():
@@ -32,3 +38,16 @@ def test_lookup_and_refusals():
         likelihood("normal")
     with pytest.raises(ValueError, match="noise_std"):
         Gaussian(0.0)
+
+
+def test_a_learned_noise_does_not_scale_the_gradient_of_the_mean():
+    """The value is the log-probability; the mean's gradient is that of noise 1."""
+    outputs = torch.tensor([[0.5, -3.0], [2.0, 1.0]], dtype=torch.float64, requires_grad=True)
+    y = torch.tensor([1.5, -1.0], dtype=torch.float64)
+    found = LearnedNoiseGaussian().log_prob(outputs, y)
+    usual = HeteroscedasticGaussian().log_prob(outputs, y)
+    torch.testing.assert_close(found, usual)
+    (own,) = torch.autograd.grad(found.sum(), outputs, retain_graph=True)
+    (other,) = torch.autograd.grad(usual.sum(), outputs)
+    torch.testing.assert_close(own[:, 0], y - outputs[:, 0].detach())
+    torch.testing.assert_close(own[:, 1], 0.1 * other[:, 1])

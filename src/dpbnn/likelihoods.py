@@ -291,9 +291,11 @@ class LearnedNoiseGaussian(HeteroscedasticGaussian, name="gaussian, learned nois
     """Real targets with a learned noise whose size does not scale the gradient of the mean.
 
     The log-probability is that of `HeteroscedasticGaussian`. The gradient by the mean is that of
-    noise 1, so that a clip means the same at every noise; the two have their maxima at the same
-    means where the noise is the same for all inputs. It is for point estimates: a sampler would
-    follow another posterior.
+    noise 1, so that a clip means the same at every noise; that by the log-variance is a tenth of
+    its own, so that a target far from its mean is not clipped for the noise's sake. Both are zero
+    where they would be, if the noise is the same for all inputs. It is for point estimates and
+    optimizers that scale every parameter's steps, such as Adam; a sampler would follow another
+    posterior.
 
     Args:
         lowest: bound on the absolute log-variance.
@@ -308,7 +310,8 @@ class LearnedNoiseGaussian(HeteroscedasticGaussian, name="gaussian, learned nois
         """Return log p(y_i | outputs_i), one number per example."""
         mean, log_variance = self.split(outputs)
         squared = (y.reshape(mean.shape) - mean).square()
-        known = squared.detach()
+        known, fixed = squared.detach(), log_variance.detach()
+        log_variance = fixed + 0.1 * (log_variance - fixed)
         noise = known * torch.exp(-log_variance) + log_variance + math.log(2 * math.pi)
         return -0.5 * (noise + squared - known).flatten(1).sum(1)
 
