@@ -302,8 +302,10 @@ class Run(ABC):
         statement = self.gate.statement(delta=self.plan.delta, tuning_runs=tuning_runs)
         for observer in self.observers:
             observer.dp = statement
+        caveats = self.method.caveats(self.plan, self.problem.prior)
+        settings = {**self.settings, "caveats": list(caveats)}
         posterior = self.process.posterior(
-            self.state, privacy=statement, prior=self.problem.prior, settings=self.settings
+            self.state, privacy=statement, prior=self.problem.prior, settings=settings
         )
         return self.watch.checked(posterior)
 

@@ -54,7 +54,12 @@ METHODS = {
     "bbp": (dpbnn.BBP(clip=0.7), masked, dataset),
     "vi": (dpbnn.VI(clip=0.7), network(), dataset),
     "mcdropout": (dpbnn.MCDropout(clip=0.7), network(0.3), dataset),
-    "noiseaware": (dpbnn.NoiseAware(points=50, iterations=12, keep=8), network(), dataset),
+    "noiseaware": (
+        dpbnn.NoiseAware(
+            points=50, iterations=12, keep=8, inputs=lambda count: torch.rand(count, FEATURES)
+        ),
+        network(), dataset,
+    ),
     "sep": (
         dpbnn.SEP(), lambda: dpbnn.mlp(FEATURES, (4,), 1),
         lambda records: (dataset(records)[0], dataset(records)[0].sum(1)),

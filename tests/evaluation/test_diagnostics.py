@@ -1,5 +1,6 @@
 """Chain diagnostics against theory, and on chains that have not converged."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -129,7 +130,8 @@ def test_a_posterior_is_diagnosed_chain_by_chain(posterior):
     assert (found.chains, found.draws) == (3, 60)
     assert found.rhat.shape == (10, 2)
     assert found.clip == posterior.settings["clip"]
-    assert found.temperature == 1
+    assert found.temperature == posterior.settings["measured_temperature"]
+    assert found.temperature == pytest.approx(1, abs=0.5)
     assert any("clipped at" in warning for warning in found.warnings)
     open_gate = dataclasses.replace(found, clip=math.inf).to_dict()
     assert json.loads(json.dumps(open_gate, allow_nan=False))["clip"] == "inf"
@@ -145,3 +147,19 @@ def test_a_posterior_is_diagnosed_chain_by_chain(posterior):
 def test_a_posterior_without_chains_is_refused(posterior):
     with pytest.raises(ValueError, match="has no chains"):
         ev.diagnose(posterior.summary(5), torch.randn(4, 3))
+
+
+def test_the_temperature_is_the_measured_one_and_caveats_are_among_the_warnings(posterior):
+    hot = copy.copy(posterior)
+    hot.settings = {**posterior.settings, "measured_temperature": 3.456}
+    found = ev.diagnose(hot, torch.randn(4, 3))
+    assert found.temperature == 3.456
+    (said,) = [warning for warning in found.warnings if "temperature" in warning]
+    assert said.startswith("the chains sample the posterior at temperature at least 3.46, not 1")
+    assert "batches add noise" in said
+    assert posterior.caveats
+    assert set(posterior.caveats) <= set(found.warnings)
+    asked = copy.copy(posterior)
+    asked.settings = {"temperature": 0.5, "chains": 3}
+    found = ev.diagnose(asked, torch.randn(4, 3))
+    assert found.warnings[-1] == "the chains sample the posterior at temperature 0.5, not 1"

@@ -11,7 +11,7 @@ from dpbnn.contributions.dense import UnsupportedModel
 from dpbnn.likelihoods import Categorical, Gaussian
 from dpbnn.methods import Problem
 from dpbnn.methods.state import flat, restored
-from dpbnn.methods.surrogate import Surrogate, annealed_chains
+from dpbnn.methods.surrogate import Surrogate, annealed_chains, with_moments
 
 SMALL = {"points": 100, "chains": 4, "iterations": 40, "keep": 8}
 
@@ -30,7 +30,7 @@ def started(settings, *, n=60, steps=4, private=True, noise_std=0.0, hidden=(3,)
 def test_the_modelled_release_is_the_gates_for_data_that_are_the_public_inputs():
     """A data set of all public inputs with every label, weighted by p_w, has the modelled mean."""
     clip = 0.4
-    process, state = started(dpbnn.NoiseAware(clip=clip, **SMALL, rounds=2), std=0.7)
+    process, state = started(dpbnn.NoiseAware(clip=clip, **SMALL, rounds=2), std=0.7, steps=5)
     weights = torch.randn_like(state.anchor)
     at = weights.clone()
     process._place(state.parameters, at)
@@ -43,6 +43,7 @@ def test_the_modelled_release_is_the_gates_for_data_that_are_the_public_inputs()
         expected += process._flat(found.weighted_sum(factors.float()))
     # what was placed is where the features are taken, whatever the release is
     zero = {name: torch.zeros(shape) for name, shape in process.shapes.items()}
+    state = dataclasses.replace(state, steps=process.first)
     state = process.update(process.update(state, zero), zero)
     scale = process.problem.n / len(state.inputs) * 0.7
     modelled = chances.flatten() @ state.features / state.weight
@@ -73,7 +74,7 @@ def coverage(modelled_noise: float) -> float:
     """Return how often 90 % bands of a linear classifier hold the truth at epsilon 0.3."""
     held = []
     n = 400
-    plan = dpbnn.plan(epsilon=0.3, delta=1e-5, n=n, steps=4, sampling="full-batch")
+    plan = dpbnn.plan(epsilon=0.3, delta=1e-5, n=n, steps=5, sampling="full-batch")
     for seed in range(12):
         generator = torch.Generator().manual_seed(seed)
         weights = torch.randn(3, 2, generator=generator)
@@ -113,15 +114,18 @@ def test_privacy_noise_widens_the_bands():
     for noise in (0.0, 1.0, 50.0):
         process, state = started(dpbnn.NoiseAware(**SMALL, rounds=2), noise_std=noise)
         zero = {name: torch.zeros(shape) for name, shape in process.shapes.items()}
-        for _ in range(4):
+        state = dataclasses.replace(state, steps=process.first)
+        for _ in range(3):
             state = process.update(state, zero)
         widths.append(state.covariance.diagonal().sum())
     assert widths[0] < widths[1] < widths[2]
 
 
 def test_rounds_end_where_steps_do_and_every_step_counts():
-    process, state = started(dpbnn.NoiseAware(**SMALL, rounds=3), steps=8)
+    process, state = started(dpbnn.NoiseAware(**SMALL, rounds=3), steps=9)
     zero = {name: torch.zeros(shape) for name, shape in process.shapes.items()}
+    assert process.first == 1
+    state = dataclasses.replace(state, steps=1)
     counts = []
     for _ in range(8):
         state = process.update(state, zero)
@@ -144,6 +148,7 @@ def test_without_steps_or_privacy_it_samples():
 def test_a_state_is_restored():
     process, state = started(dpbnn.NoiseAware(**SMALL))
     noise = {name: torch.randn(shape) for name, shape in process.shapes.items()}
+    state = dataclasses.replace(state, steps=process.first)
     saved = flat(process.update(state, noise))
     _, first = started(dpbnn.NoiseAware(**SMALL))
     again = flat(restored(first, saved))
@@ -169,9 +174,59 @@ def test_what_it_cannot_do_is_refused_with_the_way_on():
     with pytest.raises(UnsupportedModel, match="give public ones"):
         method.start(problem(convolution)).begin()
     given = dpbnn.NoiseAware(inputs=lambda count: torch.rand(count, 1, 8))
-    assert given.start(problem(convolution)).begin().inputs.shape == (500, 1, 8)
+    assert given.start(problem(convolution)).begin().inputs.shape == (512, 1, 8)
     scheduled = dpbnn.plan(noise_multiplier=[1.0, 2.0], delta=1e-5, n=10, batch_size=10, steps=2)
     with pytest.raises(ValueError, match="changes from step to step"):
         method.settled(scheduled)
     with pytest.raises(ValueError, match="keep=100: must be below"):
         dpbnn.NoiseAware(keep=100)
+
+
+def test_inputs_get_the_moments_asked_for_and_uniform_ones_stay():
+    uniform = torch.quasirandom.SobolEngine(3, scramble=True, seed=1).draw(4096).double() * 2 - 1
+    same = with_moments(uniform, torch.zeros(3).double(), torch.eye(3).double() / 3)
+    assert (same - uniform).abs().max() < 0.01
+    mean = torch.tensor([-0.4, 0.0, 0.6]).double()
+    covariance = torch.tensor([[0.1, 0.06, 0.0], [0.06, 0.05, 0.0], [0.0, 0.0, 0.6]]).double()
+    moved = with_moments(uniform, mean, covariance)
+    assert moved.abs().max() <= 1
+    assert (moved.mean(0) - mean).abs().max() < 0.02
+    assert (torch.cov(moved.T) - covariance).abs().max() < 0.02
+    wild = with_moments(uniform, torch.tensor([2.0, 0, 0]).double(), -torch.ones(3, 3).double())
+    assert wild.isfinite().all()
+
+
+def moved_inputs(noise_std, x, clip=3.0):
+    """Return the public inputs after the steps that release moments."""
+    settings = dpbnn.NoiseAware(points=1024, rounds=2, clip=clip)
+    process, state = started(settings, n=len(x), steps=20, noise_std=noise_std)
+    gate = dpbnn.Gate(clip, noise_std / clip or 1e-9, dpbnn.FullBatch(len(x)))
+    for _ in range(process.first):
+        contributions = process.contribute(state, x, torch.zeros(len(x)).long())
+        assert float(contributions.norms().max()) <= clip * 1.001
+        state = process.update(state, gate(contributions))
+    return state.inputs
+
+
+def test_the_first_steps_release_moments_and_shrink_them_as_far_as_the_noise_demands():
+    torch.manual_seed(4)
+    x = (torch.randn(4000, 2) * 0.2 + 0.3).clamp(-1, 1)
+    exact = moved_inputs(1e-6, x)
+    assert (exact.mean(0) - x.mean(0)).abs().max() < 0.02
+    assert (exact.std(0) - x.std(0)).abs().max() < 0.03
+    drowned = moved_inputs(1e7, x)
+    assert drowned.mean(0).abs().max() < 0.05
+    assert (drowned.std(0) - 3**-0.5).abs().max() < 0.05
+    corner = torch.ones(50, 2)
+    moved_inputs(1.0, corner)
+
+
+def test_moments_of_an_empty_batch_are_released_like_any_other():
+    process, state = started(dpbnn.NoiseAware(**SMALL), steps=20)
+    x, y = torch.rand(5, 2), torch.zeros(5).long()
+    kinds = []
+    for rows in (5, 1, 0):
+        found = process.contribute(state, x[:rows], y[:rows])
+        sums = found.weighted_sum(torch.ones(rows))
+        kinds.append([(name, v.dtype, v.shape) for name, v in sums.items()] + [found.shapes])
+    assert kinds[0] == kinds[1] == kinds[2]

@@ -198,3 +198,58 @@ def test_a_step_size_that_vanishes_is_refused():
     given = dpbnn.plan(epsilon=1.0, delta=1e-5, n=1000, batch_size=50, steps=4)
     with pytest.raises(ValueError, match="at step 2"):
         dpbnn.SGLD(learning_rate=lambda t: 1e-4 if t < 2 else 0.0).settled(given)
+
+
+def measured_temperature(method, plan):
+    torch.manual_seed(0)
+    x = torch.randn(plan.n, 4)
+    y = x.sum(1) + torch.randn(plan.n)
+    model = nn.Linear(4, 1)
+    likelihood = GaussianNoise(1.0)
+    posterior = dpbnn.fit(model, (x, y), likelihood, method=method, plan=plan, debug_seed=1)
+    model = posterior.model.requires_grad_(True)
+    found = dpbnn.contributions(model, likelihood, x, y[:, None])
+    squares = found.norms().square().mean() / 5
+    return posterior.settings["measured_temperature"], float(squares)
+
+
+@pytest.mark.parametrize("tau", [1.0, 0.5])
+@pytest.mark.parametrize("kind", [dpbnn.SGLD, dpbnn.SGHMC])
+def test_the_measured_temperature_is_the_setting_where_every_step_sees_all_rows(kind, tau):
+    """600 differences of 5 numbers: a relative standard error of 0.03."""
+    method = kind(learning_rate=1e-5, temperature=tau)
+    for plan in (
+        dpbnn.plan(epsilon=1.0, delta=1e-5, n=500, steps=2400, sampling="full-batch"),
+        dpbnn.open_plan(n=500, steps=2400, sampling="full-batch"),
+    ):
+        assert measured_temperature(method, plan)[0] == pytest.approx(tau, rel=0.15)
+
+
+def test_the_measured_temperature_has_the_noise_of_the_batches():
+    """Batches add a eta n^2 (1 - q) E[g^2] / (2 b) to the temperature, g of one weight."""
+    n, b, eta = 2000, 20, 5e-5
+    plan = dpbnn.open_plan(n=n, batch_size=b, steps=2000)
+    found, squares = measured_temperature(dpbnn.SGLD(learning_rate=eta), plan)
+    added = 0.5 * eta * n**2 * (1 - b / n) * squares / (2 * b)
+    assert added > 1
+    assert found == pytest.approx(1 + added, rel=0.2)
+
+
+def test_caveats_say_what_the_posterior_leaves_out():
+    plan = dpbnn.plan(epsilon=1.0, delta=1e-5, n=100, steps=100, sampling="full-batch")
+    free = dpbnn.open_plan(n=100, steps=100, sampling="full-batch")
+    prior = dpbnn.Gaussian(1.0)
+    for method in (dpbnn.VI(), dpbnn.BBP(), dpbnn.SGD(), dpbnn.MCDropout(), dpbnn.SEP()):
+        assert "leaves privacy noise and clip out" in method.caveats(plan, prior)[0]
+        assert method.caveats(free, prior) == ()
+    assert dpbnn.NoiseAware().caveats(plan, prior) == ()
+    slow, fast = dpbnn.SGLD(learning_rate=1e-3), dpbnn.SGLD(learning_rate=0.02)
+    assert "moves a weight by 0.32 at most" in slow.caveats(free, prior)[0]
+    assert fast.caveats(free, prior) == ()
+    assert slow.caveats(free, dpbnn.Gaussian(0.1)) == ()
+    assert len(slow.caveats(plan, prior)) == 2
+    four = dpbnn.SGLD(learning_rate=0.02, chains=4)
+    assert "a chain of 25 steps" in four.caveats(free, prior)[0]
+    data = torch.rand(100, 2), torch.arange(100) % 2
+    posterior = dpbnn.fit(nn.Linear(2, 2), data, method=slow, plan=plan)
+    assert posterior.caveats == slow.caveats(slow.settled(plan)[0], prior)

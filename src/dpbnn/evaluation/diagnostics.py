@@ -20,6 +20,8 @@ from dpbnn.likelihoods import full
 __all__ = ["Diagnostics", "chain_diagnostics", "diagnose"]
 
 _CELLS = 1 << 21  # numbers in a temporary array
+_WARM = 0.1  # difference in temperature that is worth a warning
+_HOT = ": batches add noise of their own; use larger ones, or a smaller learning rate"
 _RHAT, _ESS = 1.01, 100  # limits of Vehtari et al.; the ESS per chain
 
 
@@ -36,7 +38,9 @@ class Diagnostics:
         draws: draws in every chain.
         warnings: what is wrong, in words; empty where nothing was found.
         clip: the clip that the chains were run with, where known.
-        temperature: their temperature, where known.
+        temperature: that of the noise in their steps, privacy noise and batches together, as
+            measured in the releases; the setting where it was not measured. The chains' own is at
+            least this, as a clip weakens the pull of the data.
     """
 
     rhat: Floats
@@ -74,7 +78,7 @@ class Diagnostics:
             f"{self.chains} chain{'s' if self.chains > 1 else ''} of {self.draws} draws, "
             f"{self.rhat.size} functions"
             + ("" if self.clip is None else f", clip {self.clip:.4g}")
-            + ("" if self.temperature is None else f", temperature {self.temperature:g}"),
+            + ("" if self.temperature is None else f", temperature {self.temperature:.3g}"),
             f"  R-hat     worst {worst['rhat']:.3f}, median {median['rhat']:.3f}",
             f"  bulk ESS  worst {worst['ess_bulk']:.0f}, median {median['ess_bulk']:.0f}",
             f"  tail ESS  worst {worst['ess_tail']:.0f}, median {median['ess_tail']:.0f}",
@@ -141,15 +145,20 @@ def diagnose(
     outputs = posterior.outputs(torch.as_tensor(x)[rows], draws)
     outputs = full(posterior.likelihood).identified(outputs)
     found = chain_diagnostics(outputs.reshape(chains, draws // chains, *outputs.shape[1:]))
-    clip, temperature = settings.get("clip"), settings.get("temperature")
-    warnings = list(found.warnings)
+    clip, asked = settings.get("clip"), settings.get("temperature")
+    temperature = settings.get("measured_temperature", asked)
+    warnings = [*found.warnings, *settings.get("caveats", ())]
     if clip is not None and math.isfinite(clip):
         warnings.append(
             f"gradients were clipped at {clip:.4g}, so that the chains settle near, not at, the "
             f"posterior; nothing here can tell how near"
         )
-    if temperature is not None and temperature != 1:
-        warnings.append(f"the chains target the posterior at temperature {temperature:g}, not 1")
+    if temperature is not None and abs(temperature - 1) > _WARM:
+        at = "at least " if clip is not None and math.isfinite(clip) else ""
+        warnings.append(
+            f"the chains sample the posterior at temperature {at}{temperature:.3g}, not 1"
+            + ("" if asked is None or abs(temperature - asked) <= _WARM * asked else _HOT)
+        )
     return dataclasses.replace(found, clip=clip, temperature=temperature, warnings=tuple(warnings))
 
 

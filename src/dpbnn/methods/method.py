@@ -173,6 +173,8 @@ class Method(ABC):
     name: ClassVar[str]
     own_noise: ClassVar[bool] = False
     """Whether the method itself learns a Gaussian likelihood's noise."""
+    noise_aware: ClassVar[bool] = False
+    """Whether the spread of its posterior includes the privacy noise and the clip."""
 
     def prepared(self, model: nn.Module) -> nn.Module:
         """Return the network that is trained, such as one with Gaussian layers."""
@@ -188,6 +190,20 @@ class Method(ABC):
     @abstractmethod
     def start(self, problem: Problem) -> AnyProcess[Any]:
         """Return the process that trains on a problem."""
+
+    def caveats(self, plan: Plan, prior: Prior) -> tuple[str, ...]:
+        """Return in words why the spread of predictions may be too small, from public numbers.
+
+        Args:
+            plan: as it runs.
+            prior: of the weights.
+        """
+        if self.noise_aware or not plan.private:
+            return ()
+        return (
+            f"{type(self).__name__} leaves privacy noise and clip out of its posterior: bands are "
+            f"too narrow, the more the smaller epsilon is; NoiseAware, for classes, includes both",
+        )
 
     def settings(self) -> dict[str, Any]:
         """Return the settings as plain values, for manifests and reports."""

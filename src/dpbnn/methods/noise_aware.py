@@ -15,18 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
-from dpbnn.contributions.dense import UnsupportedModel
+from dpbnn.contributions.dense import Contributions, DenseContributions, UnsupportedModel
 from dpbnn.likelihoods import Categorical
 from dpbnn.methods.method import Method, Problem, Process
 from dpbnn.methods.state import State
-from dpbnn.methods.surrogate import Surrogate, annealed_chains, clipped_scores
+from dpbnn.methods.surrogate import Surrogate, annealed_chains, clipped_scores, with_moments
 from dpbnn.posteriors import IteratePosterior, IterateWriter, Posterior
+from dpbnn.posteriors.evaluate import places
 from dpbnn.priors import Gaussian
 from dpbnn.privacy.checks import check_count, check_positive
 from dpbnn.privacy.plan import Plan
 
 LARGEST = 2000  # weights, as matrices of their square are kept
 _JITTER = 1e-2  # of the mean variance, added to all, so that no direction is taken for exact
+_MEANS, _SECOND = 0.3, 0.15  # std of inputs' means and second moments about those of uniform ones
 _STEP, _FAR = 0.5, 3.0  # share of the way to the linearised mean; most change of an output, rms
 
 
@@ -43,14 +45,18 @@ class NoiseAware(Method):
         mean        n E_x sum_y p_w(y | x) t(x, y),    t(x, y) = sum_r a_r clip(grad nll(x, y; w_r))
         covariance  V + s^2 I,
 
-    V of the sample and s^2 of the privacy noise, both known. Inputs x are public: uniform in
-    [-1, 1], the range that the estimators scale to, or what `inputs` gives. So the clip and the
-    noise are part of the model: the posterior given the release is no more certain than the release
-    allows. After each round w_r moves to the posterior mean of the linearised network. At the end
+    V of the sample and s^2 of the privacy noise, both known. The clip and the noise are part of the
+    model: the posterior given the release is no more certain than the release allows. After each
+    round w_r moves to the posterior mean of the linearised network. At the end
     Hamiltonian Monte Carlo samples the posterior under the true prior; that costs no privacy.
 
-    An example contributes its gradient, so the sensitivity is the clip. It is for classes, a
-    Gaussian prior and at most 2000 weights.
+    Inputs x are drawn in [-1, 1], the range that the estimators scale to, with the means and
+    covariances of the data: the first steps release those. There an example contributes
+    C (x / sqrt(d), x x' / d) / sqrt(2), of norm at most C. Later it contributes its gradient. So
+    the sensitivity is the clip. What is released of the moments is shrunk to those of uniform
+    inputs, as far as the noise demands.
+
+    It is for classes, a Gaussian prior and at most 2000 weights.
 
     Reference: Wood, Statistical inference for noisy nonlinear ecological dynamic systems, 2010
     (synthetic likelihood); Bernstein and Sheldon, Differentially private Bayesian inference for
@@ -60,8 +66,9 @@ class NoiseAware(Method):
         clip: C, largest norm of one record's gradient.
         rounds: how often the point moves at which gradients are taken.
         points: number of public inputs.
+        share: of the steps, for means and covariances of the inputs.
         inputs: function of a number that returns so many public inputs, distributed as the data
-            are believed to be; uniform in [-1, 1] by default.
+            are believed to be; then no step is spent on moments.
         chains: number of chains.
         iterations: of every chain.
         keep: draws stored of every chain.
@@ -70,19 +77,23 @@ class NoiseAware(Method):
     """
 
     clip: float = 3.0
-    rounds: int = 20
-    points: int = 500
+    rounds: int = 10
+    points: int = 512
+    share: float = 0.1
     inputs: Callable[[int], Tensor] | None = None
-    chains: int = 16
-    iterations: int = 100
+    chains: int = 12
+    iterations: int = 80
     keep: int = 25
     leaps: int = 5
     folder: str | None = None
 
     name = "noiseaware"
+    noise_aware = True
 
     def __post_init__(self) -> None:
-        check_positive(clip=self.clip)
+        check_positive(clip=self.clip, share=self.share)
+        if self.share > 0.5:
+            raise ValueError(f"share={self.share}: must lie in (0, 0.5]; try 0.1")
         counts = {"rounds": self.rounds, "points": self.points, "chains": self.chains}
         check_count(**counts, iterations=self.iterations, keep=self.keep, leaps=self.leaps)
         if self.keep >= self.iterations:
@@ -128,6 +139,7 @@ class NoiseAwareState(State):
 
     Attributes:
         inputs: the public inputs.
+        moments: sum of the released moments of the data's inputs; empty where there are none.
         anchor: weights of the start, the prior mean of the linearised network.
         round: sum of the releases of this round.
         release: weighted sum of the releases of all rounds.
@@ -142,6 +154,7 @@ class NoiseAwareState(State):
     """
 
     inputs: Tensor
+    moments: Tensor
     anchor: Tensor
     round: Tensor
     release: Tensor
@@ -162,9 +175,12 @@ class NoiseAwareProcess(Process[NoiseAwareState]):
         super().__init__(problem, problem.attach())
         assert isinstance(problem.prior, Gaussian)
         self.settings, self.prior = settings, problem.prior
-        self.public = copy.deepcopy(problem.origin).eval()
+        self.public = copy.deepcopy(problem.origin).requires_grad_(False).eval()
+        self.places = places(self.public)
         self.shapes = {name: p.shape for name, p in problem.trainable().items()}
-        self.rounds = min(settings.rounds, problem.steps)
+        spent = settings.inputs is None and problem.steps > 1
+        self.first = max(1, round(settings.share * problem.steps)) if spent else 0
+        self.rounds = min(settings.rounds, problem.steps - self.first)
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def begin(self) -> NoiseAwareState:
@@ -176,7 +192,8 @@ class NoiseAwareProcess(Process[NoiseAwareState]):
             if name in anchor:
                 anchor[name].zero_()
         flat = self._flat(anchor)
-        inputs = self._public_inputs(first)
+        inputs = self._given_inputs(first)
+        moments = _moments(inputs.flatten(1)[:1]).sum(0) * 0 if self.first else flat[:0]
         self._place(parameters, flat)
         outputs = self._outputs(flat, inputs)
         if outputs.dim() != 2:
@@ -188,18 +205,32 @@ class NoiseAwareProcess(Process[NoiseAwareState]):
         empty = torch.zeros(size, dtype=torch.float64, device=first.device)
         square = torch.zeros(size, size, dtype=torch.float64, device=first.device)
         return NoiseAwareState(
-            parameters=parameters, inputs=inputs, anchor=flat, round=empty, release=empty.clone(),
+            parameters=parameters, inputs=inputs, moments=moments.double(), anchor=flat,
+            round=empty, release=empty.clone(),
             features=flat.new_zeros(outputs.numel(), size), slope=square, centre=empty.clone(),
             spread=square.clone(), covariance=torch.eye(size).to(square),
             seed=int(torch.randint(2**62, ())),
         )  # fmt: skip
 
+    def contribute(self, state: NoiseAwareState, x: Any, y: Tensor) -> Contributions:
+        """Return what the examples of a batch contribute: moments first, then gradients."""
+        if state.steps >= self.first:
+            return super().contribute(state, x, y)
+        clip = self.settings.clip if self.problem.private else 1.0
+        return DenseContributions({"inputs": clip * _moments(x.flatten(1).to(state.inputs))})
+
     def update(self, state: NoiseAwareState, release: Mapping[str, Tensor]) -> NoiseAwareState:
-        """Add a release to the round; at its end, move to the posterior mean so far."""
-        steps, total = state.steps + 1, self.problem.steps
+        """Add a release to the round; at its end, move towards the posterior mean so far."""
+        if state.steps < self.first:
+            state.moments.add_(release["inputs"])
+            state = dataclasses.replace(state, steps=state.steps + 1)
+            if state.steps == self.first:
+                state.inputs.copy_(self._like_the_data(state))
+            return state
+        steps, total = state.steps + 1 - self.first, self.problem.steps - self.first
         scale = self.prior.std * self.problem.n / self.problem.batch_size
         state.round.add_(self._flat(release).to(state.round), alpha=scale)
-        state = dataclasses.replace(state, steps=steps)
+        state = dataclasses.replace(state, steps=state.steps + 1)
         before, after = ((s * self.rounds) // total for s in (steps - 1, steps))
         return self._closed(state, after) if after > before else state
 
@@ -262,7 +293,8 @@ class NoiseAwareProcess(Process[NoiseAwareState]):
         rows = jacobian.flatten(0, 1)
         slope = each * rows.mT @ (slope @ jacobian).flatten(0, 1)
         features = each * (clipped @ jacobian).flatten(0, 1)
-        length = state.steps - -(-(number - 1) * problem.steps // self.rounds)
+        total = problem.steps - self.first
+        length = state.steps - self.first - -(-(number - 1) * total // self.rounds)
         released = state.round / length
         centre = slope @ here.double() - released + chances.flatten() @ features
         weight = float(number) ** 2
@@ -309,14 +341,17 @@ class NoiseAwareProcess(Process[NoiseAwareState]):
         """Return the outputs at standardised weights [P], or at each row of [S, P]."""
         if weights.dim() == 2:
             return vmap(lambda row: self._outputs(row, inputs))(weights)
-        return functional_call(self.public, self._named(weights), (inputs,))
+        named = self._named(weights)
+        tied = {place: named[name] for name in named for place in self.places[name]}
+        return functional_call(self.public, tied, (inputs,), tie_weights=False)
 
     def _jacobian(self, weights: Tensor, inputs: Tensor) -> Tensor:
         """Return the outputs' derivatives by the standardised weights, [inputs, outputs, P]."""
         one = jacrev(lambda w, x: self._outputs(w, x[None])[0])
         return vmap(one, (None, 0))(weights, inputs)
 
-    def _public_inputs(self, like: Tensor) -> Tensor:
+    def _given_inputs(self, like: Tensor) -> Tensor:
+        """Return the user's public inputs, or evenly spread ones in [-1, 1]."""
         count, given = self.settings.points, self.settings.inputs
         if given is not None:
             return torch.as_tensor(given(count)).to(like)
@@ -326,7 +361,31 @@ class NoiseAwareProcess(Process[NoiseAwareState]):
                 "the network does not begin with a Linear layer, so that its inputs are not known; "
                 "give public ones, as in NoiseAware(inputs=lambda count: torch.rand(count, 1, 8))"
             )
-        return torch.rand(count, first.in_features).to(like) * 2 - 1
+        seed = int(torch.randint(2**31, ()))
+        spread = torch.quasirandom.SobolEngine(first.in_features, scramble=True, seed=seed)
+        return spread.draw(count).to(like) * 2 - 1
+
+    def _like_the_data(self, state: NoiseAwareState) -> Tensor:
+        """Return inputs that have the means and covariances that were released.
+
+        A released mean or second moment m of variance s^2 is taken as u + (m - u) t^2/(t^2 + s^2),
+        u that of uniform inputs and t how far the data's are thought to be from it.
+        """
+        problem, columns = self.problem, state.inputs.shape[1]
+        clip = self.settings.clip if problem.private else 1.0
+        scale = problem.n / (problem.batch_size * self.first * clip)
+        batches = (problem.n / problem.batch_size - 1) / (3 * problem.n * self.first)
+        noise = scale * problem.noise_std * math.sqrt(self.first) / problem.n
+        first = torch.tensor(columns, dtype=torch.float64).sqrt() * math.sqrt(2)
+        released = state.moments * scale / problem.n
+        mean, second = released[:columns] * first, released[columns:] * columns * math.sqrt(2)
+        mean = mean * _shrunk(_MEANS, (noise * first) ** 2 + batches)
+        uniform = torch.eye(columns).to(second) / 3
+        second = second.view(columns, columns)
+        second = (second + second.mT) / 2 - uniform
+        second = uniform + second * _shrunk(_SECOND, (noise * columns) ** 2 * 1.5 + batches)
+        covariance = second - torch.outer(mean, mean)
+        return with_moments(state.inputs.double(), mean, covariance).to(state.inputs)
 
     def _flat(self, named: Mapping[str, Tensor]) -> Tensor:
         return torch.cat([named[name].detach().flatten() for name in self.shapes])
@@ -354,6 +413,17 @@ class NoiseAwareProcess(Process[NoiseAwareState]):
         path = Path(folder) / "iterates.safetensors"
         path.unlink(missing_ok=True)
         return IterateWriter(path, like, count)
+
+
+def _moments(x: Tensor) -> Tensor:
+    """Return (x / sqrt(d), x x' / d) / sqrt(2) of every row, of norm at most 1 within [-1, 1]."""
+    columns = x.shape[1]
+    products = (x[:, :, None] * x[:, None, :]).flatten(1) / columns
+    return torch.cat([x / math.sqrt(columns), products], 1) / math.sqrt(2)
+
+
+def _shrunk(spread: float, variance: Tensor | float) -> Tensor | float:
+    return spread**2 / (spread**2 + variance)
 
 
 def _last_layer(model: nn.Module) -> list[str]:

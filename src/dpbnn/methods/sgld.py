@@ -17,6 +17,7 @@ from torch import Tensor
 from dpbnn.methods.method import Method, Problem, Process
 from dpbnn.methods.state import State, together
 from dpbnn.posteriors import IteratePosterior, IterateWriter, Posterior
+from dpbnn.priors import Gaussian, Prior
 from dpbnn.privacy.checks import check_count, check_numbers, check_positive
 from dpbnn.privacy.langevin import DRIFT, sgld_noise_multiplier
 from dpbnn.privacy.plan import Plan, plan
@@ -34,6 +35,9 @@ def cyclical(learning_rate: float, cycles: int, steps: int) -> Callable[[int], f
     return lambda t: learning_rate / 2 * (math.cos(math.pi * (t % length) / length) + 1)
 
 
+_MEASURED = 1024  # numbers of each parameter on which the noise of releases is measured
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Langevin(Method):
     """Settings that SGLD and SGHMC share.
@@ -42,7 +46,7 @@ class Langevin(Method):
         learning_rate: eta, one number or a function of the step.
         clip: C; None solves for the clip that meets the plan. Of (learning rate, clip, sigma) two
             are free: three that disagree are an error.
-        temperature: tau; exp(-U/tau) is sampled.
+        temperature: tau; exp(-U/tau) is sampled, where batches are large and steps small.
         keep: how many of the last iterates are stored.
         thin: store every thin-th iterate.
         chains: independent chains; all of them are paid for out of the plan's epsilon.
@@ -78,6 +82,28 @@ class Langevin(Method):
     @abstractmethod
     def unit(self, n: int, batch_size: float) -> float:
         """Return sigma * C * sqrt(eta), which the update's equation fixes."""
+
+    @abstractmethod
+    def diffusion(self, eta: float) -> float:
+        """Return the variance that the injected noise of one step adds to a weight in the end."""
+
+    def caveats(self, plan: Plan, prior: Prior) -> tuple[str, ...]:
+        """Return that of all methods, and whether the noise is too small to cross the prior.
+
+        Without gradients a chain of T steps moves a weight by N(0, sum_t diffusion(eta_t)). Where
+        that is less than the prior's, directions that the data leave open keep near their start.
+        """
+        found = super().caveats(plan, prior)
+        std = prior.std if isinstance(prior, Gaussian) else None
+        length = plan.steps // self.chains if plan.steps >= self.chains else plan.steps
+        reach = math.sqrt(sum(self.diffusion(self.rate(step)) for step in range(length)))
+        if std is not None and reach < std:
+            found += (
+                f"in a chain of {length} steps the injected noise moves a weight by {reach:.2g} at "
+                f"most, and the prior's std is {std:g}: the chain does not reach all weights that "
+                f"are plausible, and bands are too narrow",
+            )
+        return found
 
     def noise_multipliers(
         self, n: int, batch_size: float, steps: int, clip: float | None = None
@@ -162,6 +188,10 @@ class SGLD(Langevin):
         tau = self.temperature
         return sgld_noise_multiplier(1.0, 1.0, n, batch_size, tau, self.convention)
 
+    def diffusion(self, eta: float) -> float:
+        """Return 2 a eta tau, a the share of the convention."""
+        return 2 * self.drift * eta * self.temperature
+
     def start(self, problem: Problem) -> SGLDProcess:
         """Return the process that trains on a problem."""
         return SGLDProcess(self, problem)
@@ -192,6 +222,10 @@ class SGHMC(Langevin):
         """Return sigma * C * sqrt(eta) = (b/n) sqrt(2 a tau)."""
         return batch_size / n * math.sqrt(2 * self.friction * self.temperature)
 
+    def diffusion(self, eta: float) -> float:
+        """Return 2 eta tau / f: noise of variance 2 f eta tau moves the weight by 1/f of it."""
+        return 2 * eta * self.temperature / self.friction
+
     def start(self, problem: Problem) -> SGHMCProcess:
         """Return the process that trains on a problem."""
         return SGHMCProcess(self, problem)
@@ -204,10 +238,21 @@ class LangevinState(State):
     Attributes:
         first: parameters at the start, where every chain begins.
         velocity: of SGHMC, by parameter; of SGLD none.
+        earlier: a part of the release before, of every second step.
+        heat: sum over pairs of steps of the temperature that their noise has, one number.
+        pairs: how many there are.
     """
 
     first: dict[str, Tensor]
+    heat: Tensor
     velocity: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    earlier: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    pairs: int = 0
+
+
+def _part(released: Tensor) -> Tensor:
+    """Return the numbers of a release that its noise is measured on."""
+    return released.flatten()[:_MEASURED]
 
 
 class LangevinProcess(Process[LangevinState]):
@@ -225,7 +270,10 @@ class LangevinProcess(Process[LangevinState]):
         """Return the state before the first step."""
         parameters = self.problem.trainable()
         first = {n: p.detach().clone() for n, p in parameters.items()}
-        return LangevinState(parameters=parameters, first=first)
+        device = next(iter(parameters.values())).device
+        heat = torch.zeros((), dtype=torch.float64, device=device)
+        earlier = {n: torch.zeros_like(_part(p.detach())) for n, p in parameters.items()}
+        return LangevinState(parameters=parameters, first=first, heat=heat, earlier=earlier)
 
     def ready(self, state: LangevinState) -> None:
         """Reserve the disk space of all iterates."""
@@ -244,6 +292,7 @@ class LangevinProcess(Process[LangevinState]):
             self.restart(state)
         writer = self._open_writer(state)
         eta = self.settings.rate(position)
+        state = self._measured(state, release, position, eta)
 
         @torch.no_grad()
         def moved() -> None:
@@ -262,6 +311,32 @@ class LangevinProcess(Process[LangevinState]):
         if last % self.settings.thin == 0 and last // self.settings.thin < self.kept:
             writer.append({n: p.detach() for n, p in state.parameters.items()})
         return dataclasses.replace(state, steps=state.steps + 1)
+
+    def _measured(
+        self, state: LangevinState, release: Mapping[str, Tensor], position: int, eta: float
+    ) -> LangevinState:
+        """Return the state with the noise of every second release measured.
+
+        Gradients hardly change from one step to the next, so half the squared difference of two
+        releases is the variance v of privacy noise and batches together, and v eta / (sigma C
+        sqrt(eta))^2 of the settings is their temperature in units of tau. Only released numbers
+        are used.
+        """
+        if position % 2 == 0:
+            for name, kept in state.earlier.items():
+                kept.copy_(_part(release[name]))
+            return state
+        if position < self.length // 2:
+            return state
+        problem, tau = self.problem, self.settings.temperature
+        numbers = sum(kept.numel() for kept in state.earlier.values())
+        unit = self.settings.unit(problem.n, problem.batch_size)
+        for name, before in state.earlier.items():
+            change = (_part(release[name]) - before).square().sum()
+            state.heat.add_(change, alpha=tau * eta / (2 * numbers * unit**2))
+        if not problem.private:
+            state.heat.add_(tau)
+        return dataclasses.replace(state, pairs=state.pairs + 1)
 
     def _open_writer(self, state: LangevinState) -> IterateWriter:
         """Return the writer."""
@@ -315,6 +390,9 @@ class LangevinProcess(Process[LangevinState]):
         writer = self._open_writer(state)
         writer.close()
         model = self.problem.rebuilt(state.parameters)
+        if state.pairs:
+            measured = float(state.heat) / state.pairs
+            record["settings"] = {**record.get("settings", {}), "measured_temperature": measured}
         posterior = IteratePosterior(model, self.problem.likelihood, writer.path, **record)
         if self._temporary is not None:
             weakref.finalize(posterior, self._temporary.cleanup)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Surrogate", "annealed_chains", "clipped_scores"]
+__all__ = ["Surrogate", "annealed_chains", "clipped_scores", "with_moments"]
 
 _ACCEPTED = 0.7  # share of proposals that the step size aims at
+_LEAST, _MOST = 1e-3, 0.98  # variance of an input, and its largest share of 1 - mean^2
 _ANNEALED = 0.7  # share of the iterations in which the likelihood rises to its full weight
 
 
@@ -112,3 +113,50 @@ def annealed_chains(
         else:
             kept.append(position)
     return torch.stack(kept, 1)
+
+
+def with_moments(uniform: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
+    """Return points in [-1, 1] of given moments; uniform ones stay as they are at moments of these.
+
+    Each column has the density of largest entropy that has its mean and variance, p(x) ~
+    exp(a x + b x^2): a truncated Gaussian, or for large variances one with two peaks. Columns are
+    joined by a Gaussian copula with the correlations given.
+
+    Args:
+        uniform: points that are uniform in [-1, 1]^d.
+        mean: [d], kept within 0.95 of 0.
+        covariance: [d, d], made positive definite where it is not.
+    """
+    mean = mean.clamp(-0.95, 0.95)
+    room = _MOST * (1 - mean.square())
+    variance = covariance.diagonal().clamp(min=_LEAST).minimum(room)
+    scale = covariance.diagonal().clamp(min=_LEAST).sqrt()
+    values, vectors = torch.linalg.eigh(covariance / torch.outer(scale, scale))
+    root = vectors * values.clamp(min=_LEAST).sqrt() @ vectors.mT
+    root = root / root.square().sum(0).sqrt()
+    normal = torch.special.ndtri(((uniform + 1) / 2).clamp(1e-4, 1 - 1e-4)) @ root
+    ranks = torch.special.ndtr(normal)
+    grid = torch.linspace(-1, 1, 401).to(uniform)
+    columns = []
+    for column, (m, v) in enumerate(zip(mean.tolist(), variance.tolist(), strict=True)):
+        chances = _largest_entropy(grid, m, m**2 + v).cumsum(0)
+        below = torch.searchsorted(chances, ranks[:, column].contiguous()).clamp(1, 400)
+        left, right = chances[below - 1], chances[below]
+        part = ((ranks[:, column] - left) / (right - left).clamp(min=1e-12)).clamp(0, 1)
+        columns.append(grid[below - 1] + part * (grid[below] - grid[below - 1]))
+    return torch.stack(columns, 1)
+
+
+def _largest_entropy(grid: Tensor, mean: float, second: float) -> Tensor:
+    """Return p ~ exp(a x + b x^2) on a grid with these moments, by a damped Newton's method."""
+    powers = torch.stack([grid, grid.square()])
+    wanted = torch.tensor([mean, second]).to(grid)
+    tilt = torch.zeros(2).to(grid)
+    for _ in range(60):
+        chances = (tilt @ powers).softmax(0)
+        found = powers @ chances
+        spread = (powers * chances) @ powers.mT - torch.outer(found, found)
+        spread.diagonal().add_(1e-9)
+        move = torch.linalg.solve(spread, wanted - found)
+        tilt = tilt + move * min(1.0, 5.0 / max(float(move.abs().max()), 1e-12))
+    return (tilt @ powers).softmax(0)

@@ -104,11 +104,11 @@ def _forward(
     model: nn.Module, drawn: Mapping[str, Tensor], inputs: Inputs, together: bool
 ) -> Tensor:
     """Return the outputs at stacked draws, [draws, inputs, ...]."""
-    places = _places(model)
+    tied_to = places(model)
 
     def single(weights: dict[str, Tensor]) -> Tensor:
         # Tied here: torch's own way leaves a module that is used twice at the drawn weights.
-        tied = {place: weights[name] for name in weights for place in places.get(name, [name])}
+        tied = {place: weights[name] for name in weights for place in tied_to.get(name, [name])}
         return functional_call(model, tied, inputs, tie_weights=False)
 
     if together and len(next(iter(drawn.values()))) > 1:
@@ -120,14 +120,14 @@ def _forward(
     return torch.stack([single(dict(zip(drawn, row, strict=True))) for row in rows])
 
 
-def _places(model: nn.Module) -> dict[str, list[str]]:
+def places(model: nn.Module) -> dict[str, list[str]]:
     """Return the places of every tensor by its first one; each module has one path."""
     found: dict[int, list[str]] = {}
     for path, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 found.setdefault(id(tensor), []).append(f"{path}.{name}".strip("."))
-    return {places[0]: places for places in found.values()}
+    return {paths[0]: paths for paths in found.values()}
 
 
 _COUNTED: WeakKeyDictionary[nn.Module, dict[tuple[torch.Size, ...], int]] = WeakKeyDictionary()

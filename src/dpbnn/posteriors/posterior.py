@@ -81,6 +81,14 @@ class Posterior(Shown, ABC):
         return {}
 
     @property
+    def caveats(self) -> tuple[str, ...]:
+        """Why the spread of predictions may be too small, in words; empty where nothing is known.
+
+        They follow from public settings of the training alone.
+        """
+        return tuple(self.settings.get("caveats", ()))
+
+    @property
     def device(self) -> torch.device:
         """Where predictions are computed."""
         tensor = next(self.model.parameters(), None)
