@@ -128,8 +128,8 @@ _UCI = {"power": "power", "kin8nm": "kin8nm", "naval": "naval", "protein": "prot
 
 
 def _uci(name: str) -> Table:
-    from dpbnn.reproduce.uci import DATASETS
     from dpbnn.data import load
+    from dpbnn.reproduce.uci import DATASETS
 
     about = DATASETS[_UCI[name]]
     parts = [load(_UCI[name], split=split) for split in range(SPLITS)]
