@@ -340,15 +340,18 @@ class NoiseAwareProcess(Process[NoiseAwareState]):
     def _outputs(self, weights: Tensor, inputs: Tensor) -> Tensor:
         """Return the outputs at standardised weights [P], or at each row of [S, P]."""
         if weights.dim() == 2:
-            return vmap(lambda row: self._outputs(row, inputs))(weights)
+            rows: Tensor = vmap(lambda row: self._outputs(row, inputs))(weights)
+            return rows
         named = self._named(weights)
         tied = {place: named[name] for name in named for place in self.places[name]}
-        return functional_call(self.public, tied, (inputs,), tie_weights=False)
+        found: Tensor = functional_call(self.public, tied, (inputs,), tie_weights=False)
+        return found
 
     def _jacobian(self, weights: Tensor, inputs: Tensor) -> Tensor:
         """Return the outputs' derivatives by the standardised weights, [inputs, outputs, P]."""
         one = jacrev(lambda w, x: self._outputs(w, x[None])[0])
-        return vmap(one, (None, 0))(weights, inputs)
+        found: Tensor = vmap(one, (None, 0))(weights, inputs)
+        return found
 
     def _given_inputs(self, like: Tensor) -> Tensor:
         """Return the user's public inputs, or evenly spread ones in [-1, 1]."""
