@@ -232,7 +232,7 @@ class _Run(Run):
         self.process.contribute(drawn, self.x[:0], self.y[:0])  # refuses what is not per example
 
     def train(self, progress: bool) -> None:
-        """Run the remaining steps; an interrupt leaves a checkpoint that can be gone on with."""
+        """Run the remaining steps; an interrupt leaves a checkpoint to resume from."""
         size = sum(p.numel() for p in self.process.model.parameters())
         small = threads_for(self.plan.batch_size, size, self.x.shape[1:])
         with small, self.steps(progress) as done:

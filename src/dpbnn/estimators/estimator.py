@@ -145,7 +145,7 @@ class PrivateBayes(BaseEstimator):
         """
         check_is_fitted(self)
         X = as_array(X)
-        with in_a_line("remove or mend those rows", X, show=self.on_bad_rows == "show"):
+        with in_a_line("remove or correct those rows", X, show=self.on_bad_rows == "show"):
             X = validate_data(self, X, reset=False, dtype=np.float64)
         inputs = torch.from_numpy(Scaling(*self.bounds_)(X))
         posterior = self._in_double(self.posterior_)
@@ -283,7 +283,7 @@ class PrivateBayes(BaseEstimator):
     def _validated(self, X: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
         X, y = as_array(X), as_array(y, "y")
         options = {"dtype": [np.float64, np.float32], "ensure_min_samples": 2}
-        cure = "remove or mend those rows, or pass on_bad_rows='zero' to let them contribute"
+        cure = "remove or correct those rows, or pass on_bad_rows='zero' to let them contribute"
         numbers, show = y if self._regression else None, self.on_bad_rows == "show"
         with in_a_line(f"{cure} nothing", X, numbers, show=show):
             if self.on_bad_rows != "zero":
@@ -396,8 +396,8 @@ class PrivateBayes(BaseEstimator):
         if not earlier or self.tuning_runs == 0:
             return statement
         caveat = (
-            f"the ledger held {earlier} releases before this fit; if scores of earlier fits chose "
-            f"its settings, that choice is unaccounted: the scores were no private releases (use "
-            f"dpbnn.select)"
+            f"the ledger held {earlier} release{'s' * (earlier != 1)} before this fit; if scores "
+            f"of earlier fits chose its settings, that choice is unaccounted for: the scores "
+            f"were not private releases (use dpbnn.select)"
         )
         return dataclasses.replace(statement, caveats=(*statement.caveats, caveat))
