@@ -275,7 +275,7 @@ def test_a_run_is_replaced_only_if_told_and_its_spending_is_kept(capsys, place):
     (place / "thesis" / "text.txt").write_text("mine")
     code, _, err = run(capsys, *FIT, "--out", "thesis", "--overwrite")
     assert code == 2
-    assert "is no run" in err
+    assert "is not a run" in err
 
 
 def test_a_spent_ledger_is_exit_code_one_and_says_what_is_left(capsys, place):

@@ -209,8 +209,8 @@ def _tuning(runs: int | None) -> str:
         )
     runs_were = "1 other run" if runs == 1 else f"{runs} other runs"
     return (
-        f"{runs_were} on this data chose the settings, as declared. What they reveal is not part of "
-        f"epsilon, unless they are among the releases listed below."
+        f"{runs_were} on this data chose the settings, as declared. What they reveal is not part "
+        f"of epsilon, unless they are among the releases listed below."
     )
 
 
