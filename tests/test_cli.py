@@ -75,7 +75,7 @@ def test_demo_trains_on_the_digits_and_writes_a_report(capsys, tmp_path):
         (["nothing"], "No such command 'nothing'"),
         (["fit", "t.csv", "--out", "run"], "give a budget, such as --epsilon 1"),
         (["fit", "t.csv", "--out", "run", "--epsilon", "1", "--non-private"], "and not both"),
-        (["fit", "t.csv", "--out", "no/where/run", "--epsilon", "1"], "its parent is no folder"),
+        (["fit", "t.csv", "--out", "no/where/run", "--epsilon", "1"], "its parent is not a folder"),
         (["predict", "nowhere", "t.csv"], "nowhere"),
         (["report", "nowhere"], "nowhere"),
         (["compare", "t.csv", "--epsilons", "0", "--test", "t.csv", "--out", "c"], "--epsilons 0"),
@@ -275,7 +275,7 @@ def test_a_run_is_replaced_only_if_told_and_its_spending_is_kept(capsys, place):
     (place / "thesis" / "text.txt").write_text("mine")
     code, _, err = run(capsys, *FIT, "--out", "thesis", "--overwrite")
     assert code == 2
-    assert "is no run" in err
+    assert "is not a run" in err
 
 
 def test_a_spent_ledger_is_exit_code_one_and_says_what_is_left(capsys, place):

@@ -64,7 +64,7 @@ def test_numbers_that_are_not_finite(value):
     model = dpbnn.PrivateBayesClassifier(**LINE, ledger=ledger)
     refused(ledger, lambda: model.fit(holed(value), Y), r"contains.*on_bad_rows='zero'")
     model.set_params(on_bad_rows="zero").fit(holed(value), Y)
-    with pytest.raises(ValueError, match="remove or mend those rows") as caught:
+    with pytest.raises(ValueError, match="remove or correct those rows") as caught:
         model.predict(holed(value))
     assert "\n" not in str(caught.value)
 

@@ -202,7 +202,7 @@ WRONG = [
     ({"microbatch_size": -3}, "microbatch_size=-3"),
     ({"device": "tpu"}, "device='tpu': cannot be used here"),
     ({"data": torch.zeros(N, 2)}, "data: is Tensor; give a pair"),
-    ({"data": (np.array(["a"] * N), torch.zeros(N))}, "the inputs are no numbers"),
+    ({"data": (np.array(["a"] * N), torch.zeros(N))}, "the inputs are not numbers"),
     ({"data": (torch.zeros(N), torch.zeros(N))}, "one row per example"),
     ({"data": (torch.zeros(N, 2).long(), torch.zeros(N))}, r"type torch\.int64"),
     ({"model": nn.Sequential(nn.Linear(2, 3), nn.Flatten(0))}, "one row per example"),

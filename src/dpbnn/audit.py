@@ -393,7 +393,9 @@ def _compare(first: Any, second: Any) -> list[str]:
     """Name every place where two results differ, in whatever they hold; values are not quoted."""
     one, two = described(result=first), described(result=second)
     return [
-        f"{path} differs" if path in one and path in two else f"{path} is there in one run alone"
+        f"{path} differs"
+        if path in one and path in two
+        else f"{path} appears in only one of the two runs"
         for path in differing(one, two)
     ]
 

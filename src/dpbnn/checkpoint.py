@@ -72,9 +72,9 @@ class Keys:
         if self.bound and self.bound != found:
             other = " and ".join(name for name in found if found[name] != self.bound.get(name))
             raise ValueError(
-                f"{other}: not those of the run to go on with. The same noise on another function "
+                f"{other}: not those of the run to be resumed. The same noise on another function "
                 f"of the data would show the data. Give what the run began with; or delete its "
-                f"keys.json, so that it goes on with new noise and pays for it"
+                f"keys.json, so that it continues with new noise and pays for it"
             )
         self.bound = found
 
@@ -132,7 +132,7 @@ class RunFolder:
         """Return the checkpoint."""
         if not self.state_file.exists():
             raise FileNotFoundError(
-                f"{self.state_file}: no checkpoint to go on with; leave resume out"
+                f"{self.state_file}: no checkpoint to resume from; leave resume out"
             )
         try:
             with safe_open(self.state_file, "pt") as file:
@@ -146,7 +146,7 @@ class RunFolder:
         except (SafetensorError, KeyError, TypeError, ValueError):
             raise ValueError(
                 f"{self.state_file}: damaged, or written by another version of dpbnn. Restore it "
-                f"from a backup, or go on with the version that began the run; or start a new run "
+                f"from a backup, or resume with the version that began the run; or start a new run "
                 f"in another folder, on the same ledger"
             ) from None
 

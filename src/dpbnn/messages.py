@@ -122,7 +122,7 @@ def refuse_rows(
         named = f", the first ones {bad.nonzero()[:SHOWN, 0].tolist()}"
         cure = "pass on_bad_rows='zero'"
     raise ValueError(
-        f"{number} {what} cannot be used{named}: {expected}; remove or mend them, or "
+        f"{number} {what} cannot be used{named}: {expected}; remove or correct them, or "
         f"{cure} to let them contribute nothing"
     )
 

@@ -26,7 +26,7 @@ class OpenRun(Run):
         super().__post_init__()
 
     def train(self, progress: bool) -> None:
-        """Run the remaining steps; an interrupt leaves a checkpoint that can be gone on with."""
+        """Run the remaining steps; an interrupt leaves a checkpoint to resume from."""
         kept = self.rows.kept
         with self.steps(progress) as done:
             for batch in self.batches():

@@ -76,7 +76,7 @@ class Run(ABC):
 
     @abstractmethod
     def train(self, progress: bool) -> None:
-        """Run the remaining steps; an interrupt leaves a checkpoint that can be gone on with."""
+        """Run the remaining steps; an interrupt leaves a checkpoint to resume from."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Run(ABC):
         """Open folder, ledger, keys and gate; a run that ends well leaves no keys."""
         self.folder = None if self.out is None else RunFolder(self.out)
         if self.folder is None and self.resume:
-            raise ValueError("resume=True: needs out=, the folder of the run to go on with")
+            raise ValueError("resume=True: needs out=, the folder of the run to resume")
         if self.folder is not None:
             flat(self.state)  # raises where it cannot be saved
         with contextlib.nullcontext() if self.out is None else folder_lock(self.out):
@@ -132,13 +132,13 @@ class Run(ABC):
                 self.process.writer.close(drop=True)
 
     def _earlier(self) -> Checkpoint | None:
-        """Return the checkpoint to go on with, if that is asked for."""
+        """Return the checkpoint to resume from, if that is asked for."""
         if self.folder is None:
             return None
         if not self.resume:
             if self.folder.holds_a_run():
                 raise FileExistsError(
-                    f"{self.out} holds an earlier run; pass resume=True to go on with it, or give "
+                    f"{self.out} holds an earlier run; pass resume=True to continue it, or give "
                     f"another folder"
                 )
             return None
@@ -293,7 +293,7 @@ class Run(ABC):
     def _check_process(self) -> None:
         if os.getpid() != self.process_id:
             raise RuntimeError(
-                "fit was forked in the middle of a run, so that two processes would go on with it; "
+                "fit was forked in the middle of a run, so that two processes would continue it; "
                 "fork before or after"
             )
 

@@ -121,7 +121,7 @@ def _tensors(data: Any, n: int | None, on_bad_rows: str) -> tuple[Tensor, Tensor
     parts = []
     for name, part in zip(("inputs", "targets"), data, strict=True):
         with unquoted(
-            f"data: the {name} are no numbers",
+            f"data: the {name} are not numbers",
             "give a tensor or an array, or pass on_bad_rows='zero' to let rows with such cells "
             "contribute nothing",
             ValueError,
@@ -131,7 +131,9 @@ def _tensors(data: Any, n: int | None, on_bad_rows: str) -> tuple[Tensor, Tensor
         parts.append(tensor.reshape(1) if tensor.dim() == 0 else tensor)
     x, y = parts
     if n is None and len(x) != len(y):
-        raise ValueError("data: the inputs and targets are not equally many; give one target each")
+        raise ValueError(
+            "data: the numbers of inputs and targets differ; give one target for each input"
+        )
     if n is not None and (len(x) != n or len(y) != n):
         raise ValueError(
             f"the plan is for n={n} records and the data has {len(x)} inputs and {len(y)} targets; "

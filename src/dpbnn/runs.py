@@ -84,7 +84,7 @@ class Run:
                 raise ValueError(
                     "the table is the one that the run was trained on, so its figures would not "
                     "say how the model does on new records; give other records, or "
-                    "--training-table to evaluate it all the same"
+                    "--training-table to evaluate it anyway"
                 )
 
     def write_metrics(self, values: dict[str, Any]) -> None:
@@ -167,9 +167,9 @@ def new_run(out: Path, *, overwrite: bool, ledger: Path | None = None) -> Iterat
         ledger: spend from this ledger instead of one in the run directory.
     """
     if not out.absolute().parent.is_dir():
-        raise ValueError(f"{out}: its parent is no folder; make that one first")
+        raise ValueError(f"{out}: its parent is not a folder; make that one first")
     if out.exists() and not out.is_dir():
-        raise ValueError(f"{out}: exists already and is no run; give another folder")
+        raise ValueError(f"{out}: exists already and is not a run; give another folder")
     made = not out.exists()
     own = out / LEDGER
     kept = own.exists() or (out / HEAD).exists()
@@ -178,7 +178,7 @@ def new_run(out: Path, *, overwrite: bool, ledger: Path | None = None) -> Iterat
             _check_place(out, overwrite)
             if ledger is not None and own.exists():
                 raise ValueError(
-                    f"{out}: has a ledger of its own, which a run in its place must go on with; "
+                    f"{out}: has a ledger of its own, which a run in its place must continue; "
                     f"leave --ledger out or give another folder"
                 )
             named = LEDGER if ledger is None else str(ledger)
@@ -216,7 +216,7 @@ def _check_place(out: Path, overwrite: bool) -> None:
         shutil.rmtree(left)
     there = {part.name for part in out.iterdir()} - {LOCK}
     if there and not there & {MANIFEST, LEDGER, HEAD}:
-        raise ValueError(f"{out}: exists already and is no run; give another folder")
+        raise ValueError(f"{out}: exists already and is not a run; give another folder")
     if (
         there
         and not overwrite

@@ -237,7 +237,7 @@ class _Run(Run):
         self.captured: CapturedStep | None = None
 
     def train(self, progress: bool) -> None:
-        """Run the remaining steps; an interrupt leaves a checkpoint that can be gone on with."""
+        """Run the remaining steps; an interrupt leaves a checkpoint to resume from."""
         size = sum(p.numel() for p in self.process.model.parameters())
         small = threads_for(self.plan.batch_size, size, self.x.shape[1:])
         batches = self.batches()

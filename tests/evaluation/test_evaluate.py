@@ -126,6 +126,18 @@ def test_an_evaluation_with_a_metric_that_has_gone_is_still_read():
     assert "mce_dropped_bins" in str(again)
 
 
+def test_an_evaluation_from_before_the_baseline_is_still_read():
+    values = ev.evaluate(*classes(50)).to_dict()
+    for name in (
+        "baseline", "groups", "group", "classes", "threshold", "positive", "confusion",
+    ):  # fmt: skip
+        del values[name]
+    again = ev.Evaluation.from_dict(values)
+    assert again.baseline == {}
+    assert again.groups == ()
+    assert again.metrics["accuracy"].value == values["metrics"]["accuracy"]["value"]
+
+
 def test_the_table_is_readable():
     text = str(ev.evaluate(*classes(200), resamples=50))
     lines = text.splitlines()

@@ -422,6 +422,7 @@ class TestParts:
             f"By site {EVIL}",
             "Confusion matrix",
             "A release is one noised sum",
+            "Zero-out means that two datasets are neighbours",
         ):
             assert words in found
         first = page.evaluation.groups[0]

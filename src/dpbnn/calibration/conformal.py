@@ -1,4 +1,4 @@
-"""Private conformal prediction: sets and intervals that cover, whatever the model is worth."""
+"""Private conformal prediction: sets and intervals that cover, however good the model is."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class Records:
         """Return the records, or refuse inputs that are not finite."""
         check_on_bad_rows(on_bad_rows)
         zero = on_bad_rows == "zero"
-        with unquoted("the calibration data are no numbers", "give tensors or arrays", ValueError):
+        with unquoted("the calibration data are not numbers", "give tensors or arrays", ValueError):
             x, y = (torch.as_tensor(as_numbers(part) if zero else part) for part in data)
         if len(x) != len(y):
             raise ValueError(

@@ -77,7 +77,7 @@ def account_command(ledger: Path, delta: float | None, repair: bool, as_json: bo
         values = {"releases": book.releases, "budget": budget, "statement": statement.to_dict()}
         click.echo(json.dumps(values, indent=2))
         return
-    click.echo(f"{ledger}: {book.releases} releases")
+    click.echo(f"{ledger}: {book.releases} release{'s' * (book.releases != 1)}")
     if budget is not None:
         spent = book.epsilon()
         click.echo(

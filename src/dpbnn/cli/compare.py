@@ -62,7 +62,7 @@ def compare_command(
     if out.exists():
         raise ValueError(f"{out}: exists already; give another folder")
     if not out.absolute().parent.is_dir():
-        raise ValueError(f"{out}: its parent is no folder; make that one first")
+        raise ValueError(f"{out}: its parent is not a folder; make that one first")
     with speaker.warnings():
         schema, x, y = read_training_table(table, options, private=True)
         tested = read(test, options)
@@ -82,7 +82,7 @@ def compare_command(
     if not yes:
         raise ValueError(
             f"--yes: missing; all {len(cells)} runs would spend epsilon {round_up(total.epsilon)} "
-            f"at delta {total.delta:g}, add --yes to go on"
+            f"at delta {total.delta:g}, add --yes to continue"
         )
     if ledger is not None and ledger.exists():
         dpbnn.Ledger(ledger).check(total.events)

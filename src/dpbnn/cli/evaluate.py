@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from dpbnn.report import RunPage
     from dpbnn.runs import Run
 
+_ALIKE = 3  # neighbouring columns with the same bounds that are listed one by one
 _PATH = click.Path(path_type=Path)
-_NOTE = "These figures are computed from the test data, which they do not protect."
+_NOTE = "These figures are computed from the test data, which are not protected."
 
 
 @click.command("evaluate")
@@ -90,8 +92,9 @@ def evaluate_command(
     speaker.say(evaluation)
     if covered:
         speaker.say(
-            f"  {covered['kind']} cover {covered['observed']:.4f}, at least "
-            f"{covered['promised']:.2f} were promised; mean size {covered['size'] or math.inf:.4g}"
+            f"  {covered['kind']} hold the truth for a share of {covered['observed']:.4f}; "
+            f"at least {covered['promised']:.2f} was promised; "
+            f"mean size {covered['size'] or math.inf:.4g}"
         )
     speaker.say(_NOTE)
     speaker.say(f"Wrote {opened.folder / 'metrics.json'} and {written}.")
@@ -215,16 +218,25 @@ def _rows(run: Run) -> dict[str, int]:
     """Return the numbers of rows that the statement names, which are public."""
     mechanisms = run.manifest["privacy"].get("mechanisms", ())
     found = {m["label"]: m["n"] for m in mechanisms if m.get("n") is not None}
-    held = {"recalibration", "conformal calibration"} & set(found)
-    training = [n for label, n in found.items() if label not in held]
-    if not training:
+    calibration = {
+        name: found.pop(name, None) for name in ("recalibration", "conformal calibration")
+    }
+    if run.estimator.get_params().get("recalibrate") == "training":
+        calibration["recalibration"] = None  # its rows are among those of the training
+    if not found:
         return {}
-    return {"training": max(training), **{name: found[name] for name in sorted(held)}}
+    held = {name: n for name, n in calibration.items() if n is not None}
+    return {"training": max(found.values()), **held}
 
 
 def described(schema: Schema) -> dict[str, str]:
     """Return columns and target with their public bounds or categories, in words."""
-    found = {column.name: _described(column) for column in schema.columns}
+    found = {}
+    for words, columns in itertools.groupby(schema.columns, _described):
+        names = [column.name for column in columns]
+        if len(names) > _ALIKE:
+            names = [f"{names[0]} to {names[-1]}, {len(names)} columns"]
+        found |= dict.fromkeys(names, words)
     return {**found, f"{schema.target.name} (target)": _described(schema.target)}
 
 

@@ -127,21 +127,16 @@ def _problems(schema: Schema, rows: Table, x: Any) -> dict[int, str]:
     """Return why rows cannot be used, by their position; no value is quoted."""
     import numpy as np
 
-    found = {int(row): _problem(schema, rows.rows(row, row + 1)) for row in _bad(x)}
+    bad = np.flatnonzero(np.isnan(x).any(1)).tolist()
+    found = {row: _problem(schema, rows.rows(row, row + 1)) for row in bad}
     empty = np.arange(rows.n)
     for name in rows.names:
         if len(empty):
-            values = rows.take(empty).raw(name)
-            empty = empty[[_absent(value, rows.missing) for value in values]]
+            absent = [_absent(value, rows.missing) for value in rows.raw(name)[empty]]
+            empty = empty[absent]
     for row in empty.tolist():
         found[row] = "the line holds no value, or another number of values than the header"
     return found
-
-
-def _bad(x: Any) -> Any:
-    import numpy as np
-
-    return np.flatnonzero(np.isnan(x).any(1))
 
 
 def _absent(value: Any, missing: frozenset[str]) -> bool:

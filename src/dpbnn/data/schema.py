@@ -235,8 +235,8 @@ class Schema:
         extra = self.ignored(table)
         if extra:
             warnings.warn(
-                f"{table.source}: {table.listed(extra, show=show)} are not in the schema and not "
-                f"used",
+                f"{table.source}: {table.listed(extra, show=show)} "
+                f"{'is' if len(extra) == 1 else 'are'} not in the schema and not used",
                 TableWarning,
                 stacklevel=2,
             )

@@ -141,7 +141,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
         """Return the accuracy on test data, as scikit-learn does; errors quote no label."""
         predicted = self.predict(X)
-        with in_a_line("mend them", None):
+        with in_a_line("correct them", None):
             return float(accuracy_score(y, predicted, sample_weight=sample_weight))
 
     def evaluate(self, X: Any, y: Any, **options: Any) -> Any:
@@ -165,7 +165,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
                 "labels that can occur, as in classes=[0, 1]"
             )
         if self.classes is None or self.on_bad_rows != "zero":
-            with in_a_line("mend them", None):
+            with in_a_line("correct them", None):
                 check_classification_targets(y)
         if self.classes is not None and not np.iterable(self.classes):
             raise ValueError(
@@ -186,7 +186,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
             shown = f" ({rows})" if self.on_bad_rows == "show" else ""
             raise ValueError(
                 f"y: {int(unknown.sum())} labels are none of classes={self.classes_.tolist()}"
-                f"{shown}; add them to classes, mend them, or pass on_bad_rows='zero'"
+                f"{shown}; add them to classes, correct them, or pass on_bad_rows='zero'"
             )
         return Target(numbers, len(self.classes_), "categorical")
 

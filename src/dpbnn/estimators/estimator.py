@@ -155,7 +155,7 @@ class PrivateBayes(BaseEstimator):
         """
         check_is_fitted(self)
         X = as_array(X)
-        with in_a_line("remove or mend those rows", X, show=self.on_bad_rows == "show"):
+        with in_a_line("remove or correct those rows", X, show=self.on_bad_rows == "show"):
             X = validate_data(self, X, reset=False, dtype=np.float64)
         inputs = torch.from_numpy(Scaling(*self.bounds_, self._standard())(X))
         posterior = self._in_double(self.posterior_)
@@ -439,8 +439,8 @@ class PrivateBayes(BaseEstimator):
         if not earlier or self.tuning_runs == 0:
             return statement
         caveat = (
-            f"the ledger held {earlier} releases before this fit; if scores of earlier fits chose "
-            f"its settings, that choice is unaccounted: the scores were no private releases (use "
-            f"dpbnn.select)"
+            f"the ledger held {earlier} release{'s' * (earlier != 1)} before this fit; if scores "
+            f"of earlier fits chose its settings, that choice is unaccounted for: the scores "
+            f"were not private releases (use dpbnn.select)"
         )
         return dataclasses.replace(statement, caveats=(*statement.caveats, caveat))

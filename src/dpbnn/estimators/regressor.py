@@ -102,7 +102,7 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
         """Return R^2 on test data, as scikit-learn does; errors quote no target."""
         predicted = self.predict(X)
-        with in_a_line("mend them", None, y):
+        with in_a_line("correct them", None, y):
             return float(r2_score(y, predicted, sample_weight=sample_weight))
 
     def evaluate(self, X: Any, y: Any, **options: Any) -> Any:

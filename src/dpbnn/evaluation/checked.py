@@ -41,7 +41,7 @@ def finite(values: Any, name: str) -> Floats:
     bad = ~np.isfinite(found)
     if bad.any():
         raise ValueError(
-            f"{name} holds {int(bad.sum())} values that are not finite; remove or mend them"
+            f"{name} holds {int(bad.sum())} values that are not finite; remove or correct them"
         )
     return found
 

@@ -127,7 +127,9 @@ class NaturalPosterior(MeanFieldPosterior):
                 return mean, variance
         bad = ~x.flatten(1).isfinite().all(1)
         if bad.any():
-            raise ValueError(f"{int(bad.sum())} inputs hold NaN or infinity; remove or mend them")
+            raise ValueError(
+                f"{int(bad.sum())} inputs hold NaN or infinity; remove or correct them"
+            )
         raise ValueError(
             "some inputs are larger than moments can be computed of; standardise them, before "
             "fitting and before predicting"

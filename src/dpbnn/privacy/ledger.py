@@ -339,9 +339,9 @@ class Ledger(Shown):
         spent = tuple(part.event for part in self._entries.events())
         cost = self._cost((*spent, *events), delta)
         if cost > epsilon:
-            used = self._cost(spent, delta)
+            used, count = self._cost(spent, delta), sum(event.count for event in events)
             raise BudgetExceeded(
-                f"{sum(event.count for event in events)} more releases would bring epsilon to "
+                f"{count} more release{'s' * (count != 1)} would bring epsilon to "
                 f"{round_up(cost)}, over the budget of {epsilon:g} at delta {delta:g}; "
                 f"{round_up(used)} is spent, {max(0.0, epsilon - used):.4g} is left; use more "
                 f"noise, fewer steps or a new budget"

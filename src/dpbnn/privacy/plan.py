@@ -201,10 +201,11 @@ class Plan(_Budget):
         if self.private:
             bound = f"({round_up(self.epsilon)}, {self.delta:g})-DP"
             guarantee = f"{bound} by {self.accountant} under {self.relation}"
+        plural, more = "s" * (self.steps != 1), len(self.beside)
         return (
-            f"{guarantee}: {self.steps} {self.sampling} releases of expected batch size "
+            f"{guarantee}: {self.steps} {self.sampling} release{plural} of expected batch size "
             f"{self.batch_size:g} from n = {self.n}, {sigma}"
-            + (f", with {len(self.beside)} other mechanisms" if self.beside else "")
+            + (f", with {more} other mechanism{'s' * (more != 1)}" if more else "")
         )
 
 

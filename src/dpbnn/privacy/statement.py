@@ -392,7 +392,9 @@ def _caveats(
 def _describe(mechanism: dict[str, Any]) -> str:
     noise = mechanism.get("mechanism", "gaussian")
     words = MECHANISMS[noise].words if noise in MECHANISMS else f"{noise} noise, scale"
-    text = f"{mechanism['releases']} releases of clipped sums with {words} = "
+    count = mechanism["releases"]
+    what = "release of a clipped sum" if count == 1 else "releases of clipped sums"
+    text = f"{count} {what} with {words} = "
     text += f"{mechanism['noise_multiplier']:.6g} x clip"
     if mechanism["clip"] is not None:
         text += f" {mechanism['clip']:g}"
@@ -404,7 +406,9 @@ def _describe(mechanism: dict[str, Any]) -> str:
 
 
 def _tuning(runs: int | None) -> str:
-    return "number of tuning runs not declared" if runs is None else f"{runs} tuning runs declared"
+    if runs is None:
+        return "number of tuning runs not declared"
+    return f"{runs} tuning run{'s' * (runs != 1)} declared"
 
 
 def item(name: str, text: str) -> str:

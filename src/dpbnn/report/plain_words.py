@@ -203,11 +203,14 @@ def _tuning(runs: int | None) -> str:
             "were any, what they reveal is not part of epsilon."
         )
     if runs == 0:
-        return "No other run on this data chose the settings, as declared by who ran this one."
+        return (
+            "No other run on this data chose the settings, as declared by the person who ran this "
+            "one."
+        )
     runs_were = "1 other run" if runs == 1 else f"{runs} other runs"
     return (
-        f"{runs_were} on this data chose the settings, as declared. What they reveal is no part of "
-        f"epsilon, unless they are among the releases listed below."
+        f"{runs_were} on this data chose the settings, as declared. What they reveal is not part "
+        f"of epsilon, unless they are among the releases listed below."
     )
 
 

@@ -15,7 +15,7 @@ from dpbnn.report.plain_words import Reading, percent_up, written
 from dpbnn.storage import replace_file
 
 _ADVICE = (
-    "Treat the model, and everything that comes out of it, as confidential as the data it was "
+    "Keep the model, and everything that comes out of it, as confidential as the data it was "
     "trained on. The figures on this page say nothing about privacy."
 )
 _MOST_ITEMS = 40
