@@ -292,7 +292,8 @@ def _verdict(by: dict[str, tuple[Any, ...]], order: list[str]) -> str:
     far = [name for name, paper, ours in pairs if abs(ours / paper - 1) >= 0.25]
     return (
         f"as coded, within 25 % of the paper: {', '.join(near) or 'none'}; not: "
-        f"{', '.join(far) or 'none'}; corrected, the best private method is {order[0]}"
+        f"{', '.join(far) or 'none'}; corrected, the private methods have test errors from "
+        f"{_short(by[order[0]][4])} ({order[0]}) to {_short(by[order[-1]][4])} ({order[-1]})"
     )
 
 
