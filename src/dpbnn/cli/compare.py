@@ -18,6 +18,7 @@ from dpbnn.cli.options import read
 from dpbnn.cli.say import Speaker, speaking
 
 if TYPE_CHECKING:
+    from dpbnn.data import Schema
     from dpbnn.privacy.plan import Plan
 
 __all__ = ["compare_command"]
@@ -76,7 +77,7 @@ def compare_command(
     for method, _ in cells:
         if schema.classes is not None and not METHODS[method].classifies:
             raise ValueError(f"--methods {method}: is for regression; leave it out")
-    plans = [_plan(len(x), epsilon, options, ledger) for _, epsilon in cells]
+    plans = [_plan(x.shape, schema, *cell, options, ledger) for cell in cells]
     total = dpbnn.compose(*plans)
     speaker.say(f"{table}: {len(x)} rows; {len(cells)} runs: {_shown(cells)}.")
     speaker.say(
@@ -165,16 +166,32 @@ def _finish(rows: list[Any], total: Any, out: Path, book: Path, speaker: Speaker
     )
 
 
-def _plan(n: int, epsilon: float, options: dict[str, Any], ledger: Path | None) -> Plan:
+def _plan(
+    shape: tuple[int, int],
+    schema: Schema,
+    method: str,
+    epsilon: float,
+    options: dict[str, Any],
+    ledger: Path | None,
+) -> Plan:
+    """Return the plan that the estimator's fit will have, with its standardisation beside it."""
     import dpbnn
     from dpbnn.estimators import recipes
 
+    n, recipe = shape[0], recipes.METHODS[method]
     delta = options["delta"]
     if delta is None and ledger is not None and ledger.exists():
         budget = dpbnn.Ledger(ledger).budget
         delta = None if budget is None else budget[1]
     delta = recipes.default_delta(n) if delta is None else delta
-    return recipes.settled_plan(n, epsilon, delta, options["batch_size"], options["epochs"])
+    beside: tuple[Plan, ...] = ()
+    if recipe.standardise:
+        weights = recipes.weights(shape[1], schema.classes is None)
+        standard = recipes.standardising_plan(n, weights, epsilon, delta)
+        beside = () if standard is None else (standard,)
+    return recipes.settled_plan(
+        n, epsilon, delta, options["batch_size"], options["epochs"], beside, recipe.steps
+    )
 
 
 def _names(methods: str) -> list[str]:
