@@ -375,6 +375,8 @@ def test_the_standardisation_is_paid_for_and_kept(tmp_path):
     np.testing.assert_allclose(centre, [-0.5, -0.2, -0.35], atol=0.02)
     np.testing.assert_allclose(spread, [0.03, 0.04, 0.025], atol=0.02)
     assert 2.9 < classifier.privacy_.epsilon <= 3.0
+    planned, spent = classifier.plan_.events, classifier.ledger_.events
+    assert sorted(map(repr, planned)) == sorted(map(repr, spent))
     regressor = PrivateBayesRegressor(epsilon=3.0, target_bounds=(0, 1000), **WIDE)
     regressor.fit(x, numbers)
     assert regressor.score(x, numbers) > 0.9

@@ -14,6 +14,7 @@ from dpbnn.cli.fit import (
     settings_of,
     table_options,
     training_options,
+    unfitted,
 )
 from dpbnn.cli.options import read
 from dpbnn.cli.say import Speaker, speaking
@@ -72,7 +73,10 @@ def compare_command(
     for method, _ in cells:
         if schema.classes is not None and not METHODS[method].classifies:
             raise ValueError(f"--methods {method}: is for regression; leave it out")
-    plans = [_plan(len(x), epsilon, options, ledger) for _, epsilon in cells]
+    classes = None if schema.classes is None else len(schema.classes)
+    plans = [
+        unfitted(schema, *cell, ledger, options).planned(*x.shape, classes) for cell in cells
+    ]
     total = dpbnn.compose(*plans)
     speaker.say(f"{table}: {len(x)} rows; {len(cells)} runs: {_shown(cells)}.")
     speaker.say(
@@ -164,17 +168,6 @@ def _finish(
             ],
         }
     )
-
-
-def _plan(n: int, epsilon: float, options: dict[str, Any], ledger: Path | None) -> Plan:
-    from dpbnn.estimators import recipes
-
-    delta = options["delta"]
-    if delta is None and ledger is not None and ledger.exists():
-        budget = dpbnn.Ledger(ledger).budget
-        delta = None if budget is None else budget[1]
-    delta = recipes.default_delta(n) if delta is None else delta
-    return recipes.settled_plan(n, epsilon, delta, options["batch_size"], options["epochs"])
 
 
 def _names(methods: str) -> list[str]:

@@ -152,14 +152,23 @@ def fitted(
     """Return an estimator fitted to an encoded table, which predicts in the original units."""
     from dpbnn.estimators.recipes import default_delta
 
+    book = ledger(options["delta"] or default_delta(len(x)))
+    estimator = unfitted(schema, method, epsilon, book, options)
+    estimator.set_params(progress=speaker.progress)
+    return estimator.fit(x, y if schema.classes is not None else schema.decode_target(y))
+
+
+def unfitted(
+    schema: Schema, method: str, epsilon: float | None, ledger: Any, options: dict[str, Any]
+) -> PrivateBayes:
+    """Return the estimator that the options ask for."""
     arguments = {
         "method": method,
         "epsilon": epsilon,
         "bounds": (-1.0, 1.0),
         "hidden": _widths(options["hidden"]),
-        "ledger": ledger(options["delta"] or default_delta(len(x))),
+        "ledger": ledger,
         "random_state": options["seed"],
-        "progress": speaker.progress,
         **{
             name: options[name]
             for name in (
@@ -171,10 +180,8 @@ def fitted(
         "conformal": options.get("conformal"),
     }  # fmt: skip
     if schema.classes is not None:
-        classes = range(len(schema.classes))
-        return dpbnn.PrivateBayesClassifier(classes=classes, **arguments).fit(x, y)
-    regressor = dpbnn.PrivateBayesRegressor(target_bounds=schema.target.bounds, **arguments)
-    return regressor.fit(x, schema.decode_target(y))
+        return dpbnn.PrivateBayesClassifier(classes=range(len(schema.classes)), **arguments)
+    return dpbnn.PrivateBayesRegressor(target_bounds=schema.target.bounds, **arguments)
 
 
 def settings_of(options: dict[str, Any]) -> dict[str, Any]:

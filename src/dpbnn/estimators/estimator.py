@@ -88,12 +88,9 @@ class PrivateBayes(BaseEstimator):
             y: targets [rows].
         """
         self._check_settings()
-        recipe, method = self._recipe()
         X, y = validated(self, X, y, self._regression, self.on_bad_rows)
         target = self._target(y)
-        if self.method == "auto":
-            classes = None if self._regression else target.outputs
-            recipe = recipes.of_auto(self._widths(), classes)
+        recipe, method = self._recipe(target.outputs)
         held = self._held_out(recipe)
         parts = held.parts(len(X))
         rows = parts.train if held else slice(None)
@@ -146,6 +143,20 @@ class PrivateBayes(BaseEstimator):
         self.bounds_ = (scaling.low, scaling.high)
         self.ledger_, self.plan_, self.seed_ = ledger, plan, seed
         return self
+
+    def planned(self, rows: int, columns: int, classes: int | None = None) -> Plan:
+        """Return the plan of a fit, with all that is paid beside the training.
+
+        Args:
+            rows: of the table.
+            columns: of the inputs.
+            classes: their number; None for a regression.
+        """
+        recipe, _ = self._recipe(classes or 1)
+        held = self._held_out(recipe)
+        parts, delta = held.parts(rows), self._delta(rows)
+        later = held.plans(parts, self.epsilon, delta)
+        return self._plans((len(parts.train), columns), delta, later, recipe)[2]
 
     def predictive(self, X: Any) -> Predictive:
         """Return the predictive distribution at X, in the units of the targets.
@@ -249,6 +260,15 @@ class PrivateBayes(BaseEstimator):
             state["posterior_"] = storage.unpacked(state["posterior_"])
         super().__setstate__(state)
 
+    def _recipe(self, outputs: int) -> tuple[recipes.Recipe, Method | None]:
+        """Return the recipe of the method, and its settings where the user gave them."""
+        if isinstance(self.method, Method):
+            known = recipes.METHODS.get(self.method.name)
+            return known or recipes.Recipe(type(self.method), None, None), self.method
+        if self.method == "auto":
+            return recipes.of_auto(self._widths(), None if self._regression else outputs), None
+        return recipes.METHODS[self.method], None
+
     def _held_out(self, recipe: recipes.Recipe) -> HeldOut:
         share = self.recalibrate
         if share == TRAINING and not recipe.tempered:
@@ -272,33 +292,10 @@ class PrivateBayes(BaseEstimator):
             )
         return self.threshold_
 
-    def _recipe(self) -> tuple[recipes.Recipe, Method | None]:
-        """Return the recipe of the method, and its settings where the user gave them."""
-        check_on_bad_rows(self.on_bad_rows)
-        if isinstance(self.method, Method):
-            for name in ("learning_rate", "clip"):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"{name}={getattr(self, name)}: the method object has its own; set it there"
-                    )
-            known = recipes.METHODS.get(self.method.name)
-            recipe = known or recipes.Recipe(type(self.method), None, None)
-            return recipe, self.method
-        if self.method not in recipes.METHODS:
-            names = ", ".join(map(repr, recipes.METHODS))
-            raise ValueError(
-                f"method={self.method!r}: must be one of {names}, or a method's settings such as "
-                f"dpbnn.SGLD(learning_rate=1e-5)"
-            )
-        recipe = recipes.METHODS[self.method]
-        if not (recipe.classifies or self._regression):
-            raise ValueError(f"method={self.method!r}: is for regression; use 'sgld', say")
-        if self._regression and not recipe.regresses:
-            raise ValueError(f"method={self.method!r}: is for classes; use 'sgld', say")
-        return recipe, None
-
     def _check_settings(self) -> None:
         """Raise for invalid settings, before anything is spent."""
+        check_on_bad_rows(self.on_bad_rows)
+        recipes.check_method(self.method, self._regression, self.learning_rate, self.clip)
         names = ("epsilon", "delta", "batch_size", "epochs", "clip", "learning_rate")
         check_positive(**{name: getattr(self, name) for name in names})
         check_count(samples=0 if self.samples is None else self.samples)

@@ -203,6 +203,28 @@ def _table_network(
     return network
 
 
+def check_method(
+    method: Any, regression: bool, learning_rate: float | None, clip: float | None
+) -> None:
+    """Raise where an estimator's method is not known or does not fit the task or the settings."""
+    if isinstance(method, Method):
+        for name, value in (("learning_rate", learning_rate), ("clip", clip)):
+            if value is not None:
+                raise ValueError(f"{name}={value}: the method object has its own; set it there")
+        return
+    if method not in METHODS:
+        names = ", ".join(map(repr, METHODS))
+        raise ValueError(
+            f"method={method!r}: must be one of {names}, or a method's settings such as "
+            f"dpbnn.SGLD(learning_rate=1e-5)"
+        )
+    recipe = METHODS[method]
+    if not (recipe.classifies or regression):
+        raise ValueError(f"method={method!r}: is for regression; use 'sgld', say")
+    if regression and not recipe.regresses:
+        raise ValueError(f"method={method!r}: is for classes; use 'sgld', say")
+
+
 def of_auto(hidden: tuple[int, ...], classes: int | None) -> Recipe:
     """Return what "auto" takes: for a linear model, the method that models the noise.
 
