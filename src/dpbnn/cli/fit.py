@@ -72,7 +72,7 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("table", type=_PATH)
 @table_options
 @click.option("--method", default="sgld", show_default=True,
-              help="sgld, sghmc, sgd, bbp, vi, mcdropout or sep.")  # fmt: skip
+              help="sgld, sghmc, sgd, bbp, vi, mcdropout, moments or sep.")  # fmt: skip
 @click.option("--epsilon", type=float, help="The budget of this run.")
 @click.option("--non-private", is_flag=True, help="Train WITHOUT privacy.")
 @click.option("--recalibrate", type=float, metavar="SHARE", help="Spend this share of epsilon, "
