@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dpbnn import likelihoods
 from dpbnn.contributions.dense import ChunkedContributions, DenseContributions, UnsupportedModel
+from dpbnn.likelihoods import Categorical, HeteroscedasticGaussian
+from dpbnn.likelihoods import Gaussian as GaussianNoise
 from dpbnn.methods.method import Method, Problem, Process
 from dpbnn.methods.state import State
 from dpbnn.moments import noisy, noisy_posterior
@@ -353,19 +354,19 @@ class MomentsProcess(Process[MomentsState]):
 def _family(problem: Problem) -> tuple[bool, float | None, bool]:
     """Return whether the regression is logistic, its noise if known, and if it is learned."""
     likelihood, outputs = problem.likelihood, _parts(problem.model)[2].out_features
-    if isinstance(likelihood, likelihoods.Categorical):
+    if isinstance(likelihood, Categorical):
         if outputs != 2:
             raise ValueError(
                 f"the network has {outputs} outputs: Moments classifies two classes; use SGLD, say"
             )
         return True, None, False
-    if not isinstance(likelihood, likelihoods.Gaussian | likelihoods.HeteroscedasticGaussian):
+    if not isinstance(likelihood, GaussianNoise | HeteroscedasticGaussian):
         raise ValueError(
             f"likelihood={likelihood}: Moments needs 'gaussian', or 'categorical' with two classes"
         )
     if outputs != 1:
         raise ValueError(f"the network has {outputs} outputs: Moments predicts one number")
-    if isinstance(likelihood, likelihoods.Gaussian):
+    if isinstance(likelihood, GaussianNoise):
         return False, likelihood.noise_std, False
     if not isinstance(problem.model, nn.Sequential) or not isinstance(
         problem.model[-1], LearnedNoise
