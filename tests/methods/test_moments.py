@@ -12,6 +12,8 @@ from dpbnn.contributions import UnsupportedModel
 from dpbnn.likelihoods import Gaussian
 from dpbnn.methods import moments
 from dpbnn.methods.method import Problem
+from dpbnn.methods.state import flat
+from dpbnn.moments import noisy, noisy_posterior
 
 N = 400
 
@@ -63,6 +65,13 @@ def data(name, **options):
     return (x, (y > 0).long()) if name == "classes" else (x, y)
 
 
+@pytest.fixture
+def short(monkeypatch):
+    """Few sweeps: replays trace every call, and what is drawn in the end does not matter."""
+    monkeypatch.setattr(noisy_posterior, "_SWEEPS", 8)
+
+
+@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("name", list(CASES))
 def test_replay_passes(name):
     x, y = data(name, n=60)
@@ -113,6 +122,7 @@ class UnboundedMoments(dpbnn.Moments):
         return Unbounded(self, problem)
 
 
+@pytest.mark.usefixtures("short")
 def test_a_target_outside_the_clip_is_found_out():
     x, y = table(n=60)
     y[7] = 50.0
@@ -126,6 +136,7 @@ class Mixing(nn.Module):
         return x - x.mean(0)
 
 
+@pytest.mark.usefixtures("short")
 def test_features_are_those_of_one_record_alone():
     """A layer that mixes records sees one at a time, so none is in another's contribution."""
     x, y = table(n=60)
@@ -205,6 +216,90 @@ def test_a_known_result_at_a_large_budget():
     u = torch.cat([torch.ones(4000, 1), x], 1)
     best = torch.linalg.lstsq(u, y).solution
     assert (posterior.draws["0.weight"].mean(0)[0] - best[1:]).abs().max() < 0.02
+
+
+def simulated(logistic, count=60, n=1000, sigma=12.0, stages=1):
+    """Return the truth and the releases of many tables, whose coefficients are from the prior."""
+    generator = torch.Generator().manual_seed(1)
+    likely = dpbnn.likelihoods.likelihood("categorical" if logistic else "gaussian")
+    problem = Problem(
+        nn.Linear(2, 1 + logistic), likely, dpbnn.Gaussian(0.7), n, n, stages, True,
+        sigmas=(sigma,) * stages,
+    )  # fmt: skip
+    made = dpbnn.Moments(target_bound=5.0).start(problem)
+    truth, found = [], []
+    for _ in range(count):
+        u = made.features(torch.randn(n, 2, generator=generator))
+        theta = made.family.std * torch.randn(3, generator=generator).double()
+        y = u @ theta + torch.randn(n, generator=generator)
+        if logistic:
+            y = torch.rand(n, generator=generator) < torch.sigmoid(u @ theta)
+        state = made.begin()
+        for step in range(stages):
+            values = made.statistics(u, y, state.at[step], float(state.bounds[step]))
+            noise = {
+                k: sigma * torch.randn(v[0].shape, generator=generator) for k, v in values.items()
+            }
+            state = made.update(state, {k: v.sum(0) + noise[k] for k, v in values.items()})
+        truth.append(theta)
+        found.append(made._released(state, stages))
+    parts = zip(*found, strict=True)
+    return made.family, torch.stack(truth), noisy.Released(*(torch.cat(part) for part in parts))
+
+
+@pytest.mark.parametrize("logistic", [False, True])
+def test_intervals_cover_the_truth_and_would_not_without_the_noise(logistic):
+    family, truth, released = simulated(logistic)
+    blind = released._replace(second_std=released.second_std / 6, score_std=released.score_std / 6)
+    covered = []
+    for given in (released, blind):
+        generator = torch.Generator().manual_seed(0)
+        draws, _ = noisy_posterior.sample(family, given, generator, chains=48, keep=4)
+        low, high = draws.quantile(0.05, 1), draws.quantile(0.95, 1)
+        covered.append(float(((truth > low) & (truth < high)).double().mean()))
+    assert 0.8 < covered[0] < 0.98
+    assert covered[1] < 0.65
+
+
+def test_many_coefficients_are_sampled_given_the_second_moments(monkeypatch):
+    family, _, released = simulated(False, count=8)
+    widths = []
+    for many in (24, 1):
+        monkeypatch.setattr(noisy_posterior, "_MANY", many)
+        generator = torch.Generator().manual_seed(0)
+        draws, _ = noisy_posterior.sample(family, released, generator, chains=96, keep=4)
+        widths.append(draws.std(1))
+    assert 0.8 < float((widths[1] / widths[0]).mean()) < 1.2
+
+
+def test_the_state_is_saved_and_gone_on_with():
+    made, other = process(), process()
+    for one in (made, other):
+        object.__setattr__(one.problem, "sigmas", (1.0, 1.0, 1.0))
+    release = {n: torch.randn(s).double() for n, s in made._shapes().items()}
+    state = made.update(made.begin(), release)
+    again = other.resumed(other.begin(), flat(state))
+    for one, two in ((made, state), (other, again)):
+        two = one.update(one.update(two, release), release)
+        torch.manual_seed(0)
+        drawn = one.draws(two)[0]
+        if one is made:
+            first = drawn
+    assert torch.equal(first, drawn)
+    assert not torch.equal(state.at[1], state.at[0])
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-6, 1e6])
+def test_odd_features_and_little_data_give_a_finite_posterior(size):
+    x, y = table(n=40)
+    plan = private(40, epsilon=0.05)
+    for model, likelihood, target in (
+        (nn.Linear(3, 1), Gaussian(None), 100 * y),
+        (nn.Linear(3, 2), "categorical", (y > 0).long()),
+    ):
+        method = dpbnn.Moments(draws=32)
+        posterior = dpbnn.fit(model, (size * x, target), likelihood, None, method, plan)
+        assert all(draws.isfinite().all() for draws in posterior.draws.values())
 
 
 def test_more_steps_than_stages_are_averaged():

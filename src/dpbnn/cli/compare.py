@@ -74,9 +74,7 @@ def compare_command(
         if schema.classes is not None and not METHODS[method].classifies:
             raise ValueError(f"--methods {method}: is for regression; leave it out")
     classes = None if schema.classes is None else len(schema.classes)
-    plans = [
-        unfitted(schema, *cell, ledger, options).planned(*x.shape, classes) for cell in cells
-    ]
+    plans = [unfitted(schema, *cell, ledger, options).planned(*x.shape, classes) for cell in cells]
     total = dpbnn.compose(*plans)
     speaker.say(f"{table}: {len(x)} rows; {len(cells)} runs: {_shown(cells)}.")
     speaker.say(

@@ -151,7 +151,7 @@ def validated(
     """
     X, y = as_array(X), as_array(y, "y")
     options = {"dtype": [np.float64, np.float32], "ensure_min_samples": 2}
-    cure = "remove or mend those rows, or pass on_bad_rows='zero' to let them contribute"
+    cure = "remove or correct those rows, or pass on_bad_rows='zero' to let them contribute"
     numbers, show = y if regression else None, on_bad_rows == "show"
     with in_a_line(f"{cure} nothing", X, numbers, show=show):
         if on_bad_rows != "zero":

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-import dpbnn.likelihoods as likelihoods
 from dpbnn.contributions.dense import ChunkedContributions, DenseContributions, UnsupportedModel
+from dpbnn.likelihoods import Categorical, HeteroscedasticGaussian
+from dpbnn.likelihoods import Gaussian as GaussianNoise
 from dpbnn.methods.method import Method, Problem, Process
 from dpbnn.methods.state import State
-from dpbnn.moments import noisy
+from dpbnn.moments import noisy, noisy_posterior
 from dpbnn.moments.coordinates import packed, unpacked
 from dpbnn.networks import LearnedNoise
 from dpbnn.posteriors import DrawnPosterior
@@ -31,7 +32,7 @@ _SHARES = {"second": 0.5, "score": 0.4, "square": 0.1}  # of the squared sensiti
 _RESIDUALS = 3.0  # standard deviations at which later residuals are cut off
 _MISFIT = 0.05  # error of the model of a score, as a share of it
 _CHUNK = 2**23  # numbers of contributions at once
-_CHAINS = 128
+_LARGE = 25  # coefficients, from which on fewer chains give the draws
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,11 +242,11 @@ class MomentsProcess(Process[MomentsState]):
         if not self.problem.private:
             return (self._newton(state, now)[0] if self.logistic else state.at[now]), bound
         data = self._released(state, now + 1)
-        q = noisy.mode(self.family, data)
+        q = noisy_posterior.mode(self.family, data)
         second, theta, log_noise = self.family.parts(q)
         if self.logistic:
             return theta[0], bound
-        spread = noisy.covariance(self.family, q, data)
+        spread = noisy_posterior.covariance(self.family, q, data)
         variance = (2 * log_noise).exp() + (spread * second).sum((-1, -2))
         return theta[0], min(bound, _RESIDUALS * float(variance.sqrt()))
 
@@ -299,9 +300,9 @@ class MomentsProcess(Process[MomentsState]):
         count, last = self.settings.draws, self.stages - 1
         generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
         if self.problem.private:
-            keep = max(1, count // _CHAINS)
+            keep = 4 if self.size < _LARGE else 8
             chains = -(-count // keep)
-            found = noisy.sample(
+            found = noisy_posterior.sample(
                 self.family, self._released(state, self.stages), generator, chains=chains, keep=keep
             )
             return found[0][0, :count], found[1][0, :count]
@@ -311,7 +312,7 @@ class MomentsProcess(Process[MomentsState]):
             root = torch.linalg.cholesky(precision)
             moved = torch.linalg.solve_triangular(root.mT, normal, upper=True)
             return mean + moved.mT, torch.zeros(count, dtype=torch.float64)
-        return noisy.exact(
+        return noisy_posterior.exact(
             self.family,
             unpacked(state.sums["second"][last], self.size),
             state.sums["score"][last],
@@ -353,19 +354,19 @@ class MomentsProcess(Process[MomentsState]):
 def _family(problem: Problem) -> tuple[bool, float | None, bool]:
     """Return whether the regression is logistic, its noise if known, and if it is learned."""
     likelihood, outputs = problem.likelihood, _parts(problem.model)[2].out_features
-    if isinstance(likelihood, likelihoods.Categorical):
+    if isinstance(likelihood, Categorical):
         if outputs != 2:
             raise ValueError(
                 f"the network has {outputs} outputs: Moments classifies two classes; use SGLD, say"
             )
         return True, None, False
-    if not isinstance(likelihood, likelihoods.Gaussian | likelihoods.HeteroscedasticGaussian):
+    if not isinstance(likelihood, GaussianNoise | HeteroscedasticGaussian):
         raise ValueError(
             f"likelihood={likelihood}: Moments needs 'gaussian', or 'categorical' with two classes"
         )
     if outputs != 1:
         raise ValueError(f"the network has {outputs} outputs: Moments predicts one number")
-    if isinstance(likelihood, likelihoods.Gaussian):
+    if isinstance(likelihood, GaussianNoise):
         return False, likelihood.noise_std, False
     if not isinstance(problem.model, nn.Sequential) or not isinstance(
         problem.model[-1], LearnedNoise
