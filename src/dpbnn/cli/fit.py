@@ -65,7 +65,8 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("table", type=_PATH)
 @table_options
 @click.option("--method", default="auto", show_default=True,
-              help="auto, sgld, sghmc, sgd, bbp, vi, mcdropout, moments, noiseaware or sep.")  # fmt: skip
+              help="auto, sgld, sghmc, sgd, bbp, vi, mcdropout, moments, noiseaware or "
+              "sep.")  # fmt: skip
 @click.option("--epsilon", type=float, help="The budget of this run.")
 @click.option("--non-private", is_flag=True, help="Train WITHOUT privacy.")
 @click.option("--recalibrate", metavar="HOW", help="Where a temperature of the predictions comes "

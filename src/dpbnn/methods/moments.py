@@ -73,6 +73,7 @@ class Moments(Method):
     draws: int = 512
 
     name = "moments"
+    noise_aware = True
 
     def __post_init__(self) -> None:
         check_positive(clip=1.0 if self.clip is None else self.clip, target_bound=self.target_bound)
