@@ -98,6 +98,18 @@ def _scores(
     }
 
 
+def _prior(options: dict[str, Any], scaled: float, standardised: float) -> Any:
+    """Return N(0, 1) of the coefficients in the units of the weights.
+
+    Those are the bounds', or standard deviations where a method standardises.
+    """
+    import dpbnn
+    from dpbnn.estimators.recipes import METHODS
+
+    own = METHODS[options.get("method", "auto")].standardise
+    return dpbnn.Gaussian(standardised if own else scaled)
+
+
 def _linear(options: dict[str, Any], rng: np.random.Generator, rows: int) -> dict[str, Any]:
     import dpbnn
 
@@ -106,7 +118,8 @@ def _linear(options: dict[str, Any], rng: np.random.Generator, rows: int) -> dic
     y, later = (part @ truth + NOISE * rng.standard_normal(len(part)) for part in (x, new))
     model = dpbnn.PrivateBayesRegressor(
         bounds=(-BOUND, BOUND), target_bounds=(-TARGET, TARGET), hidden=(),
-        prior=dpbnn.Gaussian(BOUND / TARGET), samples=DRAWS, **options,
+        prior=_prior(options, BOUND / TARGET, 1 / math.sqrt(COLUMNS + NOISE**2)),
+        samples=DRAWS, **options,
     )  # fmt: skip
     model.fit(x, y)
     found = model.predictive(new)
@@ -128,7 +141,7 @@ def _logistic(options: dict[str, Any], rng: np.random.Generator, rows: int) -> d
     y = (rng.random(rows) < 1 / (1 + np.exp(-x @ truth))).astype(int)
     model = dpbnn.PrivateBayesClassifier(
         bounds=(-BOUND, BOUND), classes=(0, 1), hidden=(),
-        prior=dpbnn.Gaussian(BOUND / math.sqrt(2)), samples=DRAWS, **options,
+        prior=_prior(options, BOUND / math.sqrt(2), 1 / math.sqrt(2)), samples=DRAWS, **options,
     )  # fmt: skip
     return {"coefficients": _checked(coefficients(model.fit(x, y)), truth)}
 

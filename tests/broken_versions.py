@@ -804,7 +804,7 @@ def errors_of_the_network_are_quoted(patch: Patch) -> None:
 
 
 def cells_that_are_no_numbers_raise(patch: Patch) -> None:
-    for module in ("dpbnn.rows", "dpbnn.estimators.estimator", "dpbnn.calibration.release"):
+    for module in ("dpbnn.rows", "dpbnn.estimators.scaling", "dpbnn.calibration.release"):
         patch.setattr(f"{module}.as_numbers", lambda values: values)
 
 

@@ -375,7 +375,7 @@ def test_compare_shows_the_composed_budget_first(capsys, place):
         ("sgld", 1), ("sgld", 2), ("sgd", 1), ("sgd", 2)
     ]  # fmt: skip
     assert 2 < values["privacy"]["epsilon"] < 6
-    assert dpbnn.Ledger("all/ledger.jsonl").releases == 160 + 2 * 2  # two standardisations
+    assert dpbnn.Ledger("all/ledger.jsonl").releases == 160 + 2 * 2 + 4 * 5  # two standardised
     assert "sgld-1/report.html" in (place / "all/compare.html").read_text()
     assert (place / "all/sgd-2/report.html").is_file()
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import dpbnn
-from benchmarks import tables
+from benchmarks import command
 from dpbnn.data import DATASETS, Schema, load, read_table
 
 pytestmark = pytest.mark.usefixtures("generated_folder")
@@ -26,9 +26,9 @@ def test_an_estimator_is_fitted_and_scored(name):
     assert np.isfinite(estimator.score(x_test, data.y_test))
 
 
-@pytest.mark.parametrize("name", tables.TABLES)
+@pytest.mark.parametrize("name", command.TABLES)
 def test_tables_are_written_for_the_command(name, tmp_path):
-    tables.write(tmp_path, name)
+    command.write(tmp_path, name)
     schema = Schema.from_toml((tmp_path / "schema.toml").read_text())
     for part in ("train", "test"):
         x, y = schema.encode(read_table(tmp_path / f"{part}.csv"), target=True)
@@ -37,8 +37,8 @@ def test_tables_are_written_for_the_command(name, tmp_path):
 
 
 def test_settings_of_tables_are_compared_on_training_parts():
-    parts = tables.training_parts()
-    assert set(tables.TABLES) < set(parts)
-    for name in tables.TABLES:
-        shown = tables.SHOWN["classification" if parts[name][-1] else "regression"]
-        assert tables.held_out(parts[name], 1, 5.0, epochs=2).startswith(shown[0])
+    parts = command.training_parts()
+    assert set(command.TABLES) < set(parts)
+    for name in command.TABLES:
+        shown = command.SHOWN["classification" if parts[name][-1] else "regression"]
+        assert command.held_out(parts[name], 1, 5.0, epochs=2).startswith(shown[0])

@@ -235,5 +235,7 @@ def _put_in_place(partial: Path, out: Path) -> None:
     for name in (METRICS, REPORT, FINGERPRINT):
         (out / name).unlink(missing_ok=True)
     shutil.rmtree(out / MODEL, ignore_errors=True)
-    for name in (MODEL, SCHEMA, FINGERPRINT, MANIFEST):
+    if (partial / FINGERPRINT).exists():
+        os.replace(partial / FINGERPRINT, out / FINGERPRINT)
+    for name in (MODEL, SCHEMA, MANIFEST):
         os.replace(partial / name, out / name)

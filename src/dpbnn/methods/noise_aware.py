@@ -325,14 +325,18 @@ class NoiseAwareProcess(Process[NoiseAwareState]):
         residual = state.centre / state.weight - slope @ anchor
         return covariance, anchor + covariance @ (gain.mT @ residual)
 
+    @property
+    def _noise_std(self) -> float:
+        """Standard deviation of the noise in a release."""
+        return self.settings.clip * max(self.problem.sigmas, default=0.0)
+
     def _covariance(self, state: NoiseAwareState) -> Tensor:
         """Return the covariance of the released average, privacy noise and batches included."""
         problem, total = self.problem, max(state.weight, 1.0)
         steps = state.squares / total**2
         batches = 1 + (problem.n / problem.batch_size - 1) * steps
         covariance = state.spread / total * batches
-        released = self.settings.clip * max(problem.sigmas, default=0.0)
-        noise = self.prior.std * problem.n / problem.batch_size * released
+        noise = self.prior.std * problem.n / problem.batch_size * self._noise_std
         least = _JITTER * covariance.diagonal().mean() + (0.0 if state.weight else 1.0)
         covariance.diagonal().add_(noise**2 * steps + least)
         return (covariance + covariance.mT) / 2
@@ -378,7 +382,7 @@ class NoiseAwareProcess(Process[NoiseAwareState]):
         clip = self.settings.clip if problem.private else 1.0
         scale = problem.n / (problem.batch_size * self.first * clip)
         batches = (problem.n / problem.batch_size - 1) / (3 * problem.n * self.first)
-        noise = scale * problem.noise_std * math.sqrt(self.first) / problem.n
+        noise = scale * self._noise_std * math.sqrt(self.first) / problem.n
         first = torch.tensor(columns, dtype=torch.float64).sqrt() * math.sqrt(2)
         released = state.moments * scale / problem.n
         mean, second = released[:columns] * first, released[columns:] * columns * math.sqrt(2)

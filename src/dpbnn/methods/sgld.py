@@ -245,14 +245,14 @@ class LangevinState(State):
 
     first: dict[str, Tensor]
     heat: Tensor
+    earlier: Tensor
     velocity: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    earlier: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     pairs: int = 0
 
 
-def _part(released: Tensor) -> Tensor:
+def _part(release: Mapping[str, Tensor]) -> Tensor:
     """Return the numbers of a release that its noise is measured on."""
-    return released.flatten()[:_MEASURED]
+    return torch.cat([value.flatten()[:_MEASURED] for value in release.values()])
 
 
 class LangevinProcess(Process[LangevinState]):
@@ -272,7 +272,7 @@ class LangevinProcess(Process[LangevinState]):
         first = {n: p.detach().clone() for n, p in parameters.items()}
         device = next(iter(parameters.values())).device
         heat = torch.zeros((), dtype=torch.float64, device=device)
-        earlier = {n: torch.zeros_like(_part(p.detach())) for n, p in parameters.items()}
+        earlier = torch.zeros_like(_part(first))
         return LangevinState(parameters=parameters, first=first, heat=heat, earlier=earlier)
 
     def ready(self, state: LangevinState) -> None:
@@ -323,17 +323,14 @@ class LangevinProcess(Process[LangevinState]):
         are used.
         """
         if position % 2 == 0:
-            for name, kept in state.earlier.items():
-                kept.copy_(_part(release[name]))
+            state.earlier.copy_(_part(release))
             return state
         if position < self.length // 2:
             return state
         problem, tau = self.problem, self.settings.temperature
-        numbers = sum(kept.numel() for kept in state.earlier.values())
         unit = self.settings.unit(problem.n, problem.batch_size)
-        for name, before in state.earlier.items():
-            change = (_part(release[name]) - before).square().sum()
-            state.heat.add_(change, alpha=tau * eta / (2 * numbers * unit**2))
+        change = (_part(release) - state.earlier).square().mean()
+        state.heat.add_(change, alpha=tau * eta / (2 * unit**2))
         if not problem.private:
             state.heat.add_(tau)
         return dataclasses.replace(state, pairs=state.pairs + 1)
