@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.results import Record, read, run, waiting
+from dpbnn.data.standardising import PUBLIC
 
 LEVEL = 0.9
 EPSILONS = ("0.1", "0.3", "1", "3", "none")
@@ -98,16 +99,26 @@ def _scores(
     }
 
 
-def _prior(options: dict[str, Any], scaled: float, standardised: float) -> Any:
+def _prior(
+    options: dict[str, Any], rows: int, scaled: float, standardised: float, public: float
+) -> Any:
     """Return N(0, 1) of the coefficients in the units of the weights.
 
-    Those are the bounds', or standard deviations where a method standardises.
+    Those are the bounds'; standard deviations where a method standardises; or the public spread
+    where it would but the noise is too large, which public numbers tell.
     """
     import dpbnn
-    from dpbnn.estimators.recipes import METHODS
+    from dpbnn.estimators import recipes
 
-    own = METHODS[options.get("method", "auto")].standardise
-    return dpbnn.Gaussian(standardised if own else scaled)
+    name = options.get("method", "auto")
+    recipe = recipes.METHODS["moments" if name == "auto" else name]
+    if not recipe.standardise:
+        return dpbnn.Gaussian(scaled)
+    epsilon, weights = options["epsilon"], np.ones(COLUMNS)
+    made = epsilon is None or recipes.standardising_plan(
+        rows, weights, epsilon, recipes.default_delta(rows), recipe.noise
+    )
+    return dpbnn.Gaussian(standardised if made else public)
 
 
 def _linear(options: dict[str, Any], rng: np.random.Generator, rows: int) -> dict[str, Any]:
@@ -118,7 +129,9 @@ def _linear(options: dict[str, Any], rng: np.random.Generator, rows: int) -> dic
     y, later = (part @ truth + NOISE * rng.standard_normal(len(part)) for part in (x, new))
     model = dpbnn.PrivateBayesRegressor(
         bounds=(-BOUND, BOUND), target_bounds=(-TARGET, TARGET), hidden=(),
-        prior=_prior(options, BOUND / TARGET, 1 / math.sqrt(COLUMNS + NOISE**2)),
+        prior=_prior(
+            options, rows, BOUND / TARGET, 1 / math.sqrt(COLUMNS + NOISE**2), BOUND / TARGET
+        ),
         samples=DRAWS, **options,
     )  # fmt: skip
     model.fit(x, y)
@@ -141,7 +154,10 @@ def _logistic(options: dict[str, Any], rng: np.random.Generator, rows: int) -> d
     y = (rng.random(rows) < 1 / (1 + np.exp(-x @ truth))).astype(int)
     model = dpbnn.PrivateBayesClassifier(
         bounds=(-BOUND, BOUND), classes=(0, 1), hidden=(),
-        prior=_prior(options, BOUND / math.sqrt(2), 1 / math.sqrt(2)), samples=DRAWS, **options,
+        prior=_prior(
+            options, rows, BOUND / math.sqrt(2), 1 / math.sqrt(2), BOUND * PUBLIC / math.sqrt(2)
+        ),
+        samples=DRAWS, **options,
     )  # fmt: skip
     return {"coefficients": _checked(coefficients(model.fit(x, y)), truth)}
 

@@ -368,7 +368,7 @@ class PrivateBayes(BaseEstimator):
             )
         if recipe.standardise and self.epsilon is not None:
             weights = recipes.weights(columns, self._regression)
-            standard = recipes.standardising_plan(n, weights, self.epsilon, delta)
+            standard = recipes.standardising_plan(n, weights, self.epsilon, delta, recipe.noise)
         beside = tuple(plan for plan in (statistics, standard, *later) if plan is not None)
         plan = recipes.settled_plan(
             n, self.epsilon, delta, self.batch_size, self.epochs, beside, recipe.steps, recipe.every

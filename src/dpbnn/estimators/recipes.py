@@ -64,6 +64,7 @@ class Recipe:
         regresses: whether it has one for numbers.
         steps: of the training under privacy.
         every: whether each step takes all rows, and as few steps do without privacy.
+        noise: in a mean, in units of half the bounds, beyond which nothing is standardised.
         tempered: whether training rows decide a temperature by default; a posterior that models
             the noise needs none.
     """
@@ -78,6 +79,7 @@ class Recipe:
     standardise: bool = False
     steps: int = 400
     every: bool = False
+    noise: float = _HIDDEN
     tempered: bool = True
 
     def network(
@@ -183,7 +185,14 @@ METHODS: dict[str, Recipe] = {
     "vi": Recipe(methods.VI, 0.02, 0.02, _ADAM, standardise=True),
     "mcdropout": Recipe(methods.MCDropout, 0.02, 0.02, _ADAM, dropout=0.1, standardise=True),
     "moments": Recipe(
-        methods.Moments, None, None, standardise=True, steps=3, every=True, tempered=False
+        methods.Moments,
+        None,
+        None,
+        standardise=True,
+        steps=3,
+        every=True,
+        tempered=False,
+        noise=0.03,  # the prior is in units of what is released, so that they must be right
     ),
     "noiseaware": Recipe(methods.NoiseAware, None, None, regresses=False, tempered=False, steps=40),
     "sep": Recipe(methods.SEP, None, None, classifies=False),
@@ -277,15 +286,17 @@ def weights(columns: int, regression: bool) -> np.ndarray:
     return np.append(inputs, max(1.0, columns**0.5 / 2)) if regression else inputs
 
 
-def standardising_plan(n: int, weights: np.ndarray, epsilon: float, delta: float) -> Plan | None:
-    """Return the plan of a private standardisation; None where noise would hide every column.
+def standardising_plan(
+    n: int, weights: np.ndarray, epsilon: float, delta: float, most: float = _HIDDEN
+) -> Plan | None:
+    """Return the plan of a private standardisation; None where noise would be above `most`.
 
     It costs a tenth of mu^2, where mu is that of one Gaussian release for the whole budget.
     """
     common: dict[str, Any] = {"delta": delta, "n": n, "sampling": "full-batch"}
     whole = solved_plan(epsilon=epsilon, steps=1, **common)
     sigma = whole.noise_multiplier * math.sqrt(RELEASES / _STANDARD)
-    if noise_of_means(n, sigma, weights).min() > _HIDDEN:
+    if noise_of_means(n, sigma, weights).min() > most:
         return None
     return solved_plan(noise_multiplier=sigma, steps=RELEASES, **common)
 
