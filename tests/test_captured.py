@@ -13,7 +13,7 @@ from torch import nn
 
 import dpbnn
 from dpbnn import captured, training
-from dpbnn.captured import CapturedStep, Replays, capacity
+from dpbnn.captured import CapturedStep, Replays, capacity, own_code
 from dpbnn.contributions import UnsupportedModel
 from dpbnn.likelihoods import Categorical
 from dpbnn.methods.method import Problem
@@ -379,3 +379,22 @@ def test_many_steps_leave_the_memory_as_it_was():
 
     fitted(dpbnn.SGD(), steps=700, watch=measured)
     assert used[690] <= used[200] + 2**16
+
+
+def test_networks_with_code_of_their_own_are_not_captured():
+    """What a user's forward writes in a replay would go unseen: no version counter moves."""
+
+    class Own(nn.Linear):
+        """A layer of a user."""
+
+    class Theirs(Categorical):
+        """A likelihood of a user."""
+
+    plain = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), dpbnn.mlp(4, (5,), 2))
+    assert own_code(plain, Categorical()) is None
+    assert own_code(dpbnn.networks.to_gaussian(plain), Categorical()) is None
+    assert own_code(nn.Sequential(Own(3, 2)), Categorical()) == "Own"
+    assert own_code(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)), Categorical())
+    assert own_code(plain, Theirs()) == "Theirs"
+    plain[0].forward = lambda x: x
+    assert own_code(plain, Categorical()) == "Linear"

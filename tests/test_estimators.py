@@ -602,3 +602,45 @@ def test_three_classes_and_hidden_layers_are_not_fitted_by_moments():
 
     assert of_auto((), 3) is of_auto((32,), 2) is of_auto((32,), None) is METHODS["auto"]
     assert of_auto((), 2) is of_auto((), None) is METHODS["moments"]
+
+
+@pytest.mark.parametrize("bad", ["oops", b"x", float("nan"), None, [0, 1], 1j])
+def test_one_bad_label_of_a_list_changes_no_other_row(bad):
+    """An array of one type would make texts of all labels for the sake of one."""
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-1, 1, (60, 3))
+    y = (x[:, 0] > 0).astype(int).tolist()
+    other = [*y[:7], bad, *y[8:]]
+
+    def fit(labels):
+        settings = {"epsilon": 5.0, "epochs": 2, "hidden": (4,), "bounds": (-1, 1)}
+        model = PrivateBayesClassifier(
+            classes=[0, 1], on_bad_rows="zero", random_state=0, **settings
+        )
+        return model.fit(x, labels).standardisation_
+
+    dpbnn.replay(fit, y, other, trace=False).check()
+
+
+def test_a_fit_that_fails_leaves_nothing_beside_an_older_statement():
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-1, 1, (200, 2))
+    model = PrivateBayesRegressor(
+        epsilon=1.0, bounds=(-1, 1), target_bounds=(-9, 9), hidden=(), random_state=0
+    ).fit(x, x[:, 0])
+    model.set_params(epsilon=None, target_bounds=None, hidden=(32,), method="moments")
+    with pytest.raises(ValueError, match=r"hidden=\(32,\)"):
+        model.fit(x, x[:, 0])
+    assert not hasattr(model, "posterior_")
+    assert not hasattr(model, "standardisation_")
+
+
+def test_settings_that_do_not_fit_are_refused_before_anything_is_paid():
+    x = np.random.default_rng(0).uniform(-1, 1, (300, 2))
+    y = (x[:, 0] > 0).astype(int)
+    book = dpbnn.Ledger(epsilon=1.0, delta=1e-5)
+    common = {"epsilon": 1.0, "bounds": (-1, 1), "classes": [0, 1], "ledger": book}
+    for wrong in ({}, {"hidden": (), "batch_size": 100}, {"hidden": (), "prior": dpbnn.Laplace(1)}):
+        with pytest.raises(ValueError):  # noqa: PT011, each has its own words
+            PrivateBayesClassifier("moments", **common, **wrong).fit(x, y)
+    assert book.releases == 0

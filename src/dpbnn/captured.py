@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpbnn.contributions import UnsupportedModel
 from dpbnn.contributions.attach import refuse_changes
@@ -159,6 +159,7 @@ class CapturedStep(Replayed):
         self._flat, views = flat_views(shapes, kind, self.device)
         for name, parameter in parameters.items():
             parameter.data = views[name].copy_(parameter.data)
+        self._places = [(p, p.data_ptr()) for p in parameters.values()]
         self._before = self._flat.clone()
         self._changed = torch.zeros((), dtype=torch.int32, device=self.device)
         self.drawn: Any = None
@@ -231,7 +232,7 @@ class CapturedStep(Replayed):
             part = self._block[self._row, : self.batch_size]
             part.masked_fill_(~keep.to(self.device), -1)
         self.by_python = False
-        self.replays(("sums", key), lambda: self._sum(sum_of))
+        self.drawn = self.replays(("sums", key), lambda: self._sum(sum_of))
         return {name: self._sums[name] for name in self.shapes}
 
     def released(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -244,7 +245,8 @@ class CapturedStep(Replayed):
         torch._foreach_copy_([self._released[name] for name in sums], list(sums.values()))
         return dict(self._released)
 
-    def _sum(self, sum_of: Callable[[NetworkContributions, Tensor], dict[str, Tensor]]) -> None:
+    def _sum(self, sum_of: Callable[[NetworkContributions, Tensor], dict[str, Tensor]]) -> Any:
+        """Write the sum of the next batch, and return what its step has drawn."""
         self.by_python = True
         self._before.copy_(self._flat)
         padded = self._block.index_select(0, self._at)[0]
@@ -263,7 +265,7 @@ class CapturedStep(Replayed):
                 self._sums |= flat_views(alike, kind, self.device)[1]
         torch._foreach_copy_([self._sums[name] for name in sums], list(sums.values()))
         self._compare()
-        self.drawn = state.drawn
+        return state.drawn
 
     def _compare(self) -> None:
         """Note on the device whether the network has written to its parameters."""
@@ -277,8 +279,25 @@ class CapturedStep(Replayed):
 
     def check(self) -> None:
         """Raise where contributions have changed the parameters, in any step so far."""
-        if bool(self._changed):
+        moved = any(p.data_ptr() != at for p, at in self._places)
+        if moved or bool(self._changed):
             refuse_changes([Change("the network", "parameter", "weights")])
+
+
+def own_code(model: nn.Module, likelihood: object) -> str | None:
+    """Return the name of what sees records by code of a user's own, or keeps a running buffer.
+
+    A replay moves no version counters, so that what such code writes would go unseen. Layers of
+    torch and of this library write to nothing but their running buffers.
+    """
+    if not type(likelihood).__module__.startswith("dpbnn."):
+        return type(likelihood).__name__
+    for module in model.modules():
+        theirs = type(module).__module__.startswith("torch.nn.modules.")
+        ours = type(module).__module__.startswith("dpbnn.")
+        if not (theirs or ours) or (theirs and module._buffers) or "forward" in vars(module):
+            return type(module).__name__
+    return None
 
 
 def capacity(sampler: Sampler, size: int) -> int:

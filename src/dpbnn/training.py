@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbnn import likelihoods, posteriors
-from dpbnn.captured import CapturedStep
+from dpbnn.captured import CapturedStep, own_code
 from dpbnn.contributions import UnsupportedModel
 from dpbnn.likelihoods import Likelihood
 from dpbnn.messages import unquoted
@@ -251,13 +252,24 @@ class _Run(Run):
                 else:
                     self._one(batch)
                 done()
-            self._settle()
+            if self.captured is not None:
+                self._settle()
 
     def _captured(self) -> CapturedStep | None:
         """Return the step as CUDA graphs, where the run is on a GPU and nothing is in the way."""
         limit, public = self.problem.microbatch_size, self.plan.relation.public_size
         fits = CapturedStep.fits(self.state, self.like)
         if self.observers or limit is not None or not (public and fits):
+            return None
+        foreign = own_code(self.process.model, self.problem.likelihood)
+        if foreign is not None:
+            warnings.warn(
+                f"steps run operation by operation, which is slower: {foreign} is not a layer "
+                f"of torch or dpbnn, or keeps a buffer, so that a CUDA graph could hide what it "
+                f"does; build the network of nn.Sequential and such layers to have it captured",
+                RuntimeWarning,
+                stacklevel=2,
+            )
             return None
         data = (self.x, self.y, self.rows.kept)
         captured = CapturedStep(self.process, self.state, self.like, data, self.plan.sampler)
@@ -281,13 +293,16 @@ class _Run(Run):
     def _settle(self, later: bool = False) -> None:
         """Look at what replayed steps have left, before anything of them leaves the run.
 
-        The device itself has compared the parameters; `later` leaves its answer for another time.
+        The device itself has compared the parameters; `later` leaves its answer, and a look at
+        every bit, for another time.
         """
         if self.captured is not None:
             self.watch.updated()
             self.watch.contributed()
-            if not later:
+        if not later:
+            if self.captured is not None:
                 self.captured.check()
+            self.watch.check()
 
     def _one(self, batch: Tensor) -> None:
         sigma = self.reserve()

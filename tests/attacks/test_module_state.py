@@ -896,3 +896,34 @@ def test_item_53_a_frozen_gaussian_weight_stays_as_it_is():
 @pytest.mark.parametrize("twin", twins_of(__name__), ids=str)
 def test_the_same_test_fails_on_the_broken_version(twin, tmp_path):
     twin.must_fail(tmp_path)
+
+
+class _Remembers(nn.Module):
+    """Writes past the version counter what it has seen of one record."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen.data.copy_(torch.maximum(self.seen, (x > 5).any().float()))
+        return self.layer(x) * (1 - 2 * self.seen)
+
+
+def test_no_checkpoint_is_written_of_a_network_that_has_kept_something(tmp_path):
+    """A checkpoint holds releases alone; on resuming, the buffer would be as before any data."""
+    x = torch.rand(40, 4)
+    x[7, 0] = 9.0
+    y = (x[:, 1] > 0.5).long()
+    plan = dpbnn.plan(noise_multiplier=1.0, delta=1e-4, n=40, batch_size=8, steps=12)
+    with pytest.raises(UnsupportedModel, match="seen"):
+        dpbnn.fit(
+            _Remembers, (x, y), method=dpbnn.SGD(learning_rate=0.1, clip=1.0), plan=plan,
+            out=tmp_path / "run", checkpoint_every=1,
+        )  # fmt: skip
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        dpbnn.fit(
+            _Remembers, (x, y), method=dpbnn.SGD(learning_rate=0.1, clip=1.0), plan=plan,
+            out=tmp_path / "run", checkpoint_every=1, resume=True,
+        )  # fmt: skip

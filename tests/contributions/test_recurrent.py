@@ -1,5 +1,7 @@
 """Recurrent layers: exact per-example gradients, trained, saved and predicted with."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -115,6 +117,29 @@ def test_recurrent_layers_are_rebuilt():
         nn.LSTMCell(3, 4), nn.GRUCell(3, 4, bias=False),
     ):  # fmt: skip
         assert str(build(describe(layer))) == str(layer)
+
+
+class Translates(nn.Module):
+    """The last state of one layer is the first of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.LSTM(FEATURES, HIDDEN, batch_first=True)
+        self.decoder = nn.LSTM(FEATURES, HIDDEN, batch_first=True)
+        self.out = nn.Linear(HIDDEN, CLASSES)
+
+    def forward(self, x):
+        return self.out(self.decoder(x.flip(1), self.encoder(x)[1])[0][:, -1])
+
+
+def test_a_first_state_that_depends_on_the_record_has_its_gradient_once():
+    torch.manual_seed(0)
+    model = Translates()
+    x, y = batch()
+    gradients = truth(copy.deepcopy(model), x, y)
+    found = attach(model, "categorical")(x, y)
+    norms = torch.cat([g.flatten(1) for g in gradients.values()], 1).double().norm(dim=1)
+    torch.testing.assert_close(found.norms(), norms, rtol=2e-3, atol=0)
 
 
 def test_what_has_no_rule_is_refused_with_the_way_on():

@@ -84,12 +84,21 @@ def test_one_point_of_the_curve_says_what_epsilon_and_delta_say():
     assert attack.right > attack_on(plan.events, DELTA).right
 
 
+def test_mu_says_how_far_it_holds():
+    """With subsampling the far end of the curve lies above that of any small mu."""
+    plan = dpbnn.plan(noise_multiplier=0.6, delta=1e-4, n=100_000, batch_size=100, steps=10)
+    attack = attack_on(plan.events, 1e-4)
+    assert attack.up_to == pytest.approx(plan.epsilon)
+    assert f"for epsilon up to {attack.up_to:.4g}" in str(attack)
+    assert attack_on(full_batch(1.0).events, DELTA).up_to is None
+
+
 def test_statements_carry_the_attack_and_lose_it_without_events():
     import dataclasses
 
     statement = full_batch(3.0).statement()
     assert statement.attack.right == pytest.approx(0.640, abs=5e-4)
-    assert "right in at most 64 %" in " ".join(str(statement).split())
+    assert "right in at most 64.1 %" in " ".join(str(statement).split())
     values = statement.to_dict()
     assert values["attack"]["power"]["0.01"] == pytest.approx(statement.attack.power[0.01])
     assert dpbnn.PrivacyStatement.from_dict(values).attack == statement.attack

@@ -101,11 +101,12 @@ def plan_table(plan: Plan) -> Table:
         table.add_row(f"  {name}", round_up(value), "equality" if name == "exact" else kind)
     if attack := plan.statement().attack:
         if attack.mu is not None:
-            table.add_row("mu", round_up(attack.mu), "Gaussian DP, upper bound")
-        table.add_row("best attack", f"{100 * attack.right:.3g} %", "right guesses whether one "
-                      "record was used, at most; a coin has 50 %")  # fmt: skip
+            table.add_row("mu", round_up(attack.mu), f"{attack.scope}, upper bound")
+        right = f"{round_up(100 * attack.right, 3)} %"
+        table.add_row("best attack", right, "right guesses whether one record was used, at most; "
+                      "a coin has 50 %")  # fmt: skip
         for share, power in attack.power.items():
-            table.add_row(f"  at {100 * share:g} % false alarms", f"{100 * power:.3g} %",
+            table.add_row(f"  at {100 * share:g} % false alarms", f"{round_up(100 * power, 3)} %",
                           "of the used records are found, at most")  # fmt: skip
     table.add_row("noise multiplier", f"{plan.noise_multiplier:.5g}", "noise std / clip")
     table.add_row("steps", str(plan.steps), f"{plan.epochs:.4g} passes over n = {plan.n}")

@@ -68,6 +68,8 @@ def compare_command(
         schema, x, y = read_training_table(table, options, private=True)
         tested = read(test, options)
         inputs, _ = schema.encode(tested, target=True, on_bad_rows=options["on_bad_rows"])
+        if np.array_equal(inputs, x, equal_nan=True):
+            raise ValueError(f"{test}: is the training table; give other records as --test")
         if options["on_bad_rows"] == "zero":
             tested = tested.take(~np.isnan(inputs).any(1))
     for method, _ in cells:

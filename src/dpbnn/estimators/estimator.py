@@ -87,6 +87,8 @@ class PrivateBayes(BaseEstimator):
             X: inputs [rows, columns]: data frame, array or tensor.
             y: targets [rows].
         """
+        for name in [name for name in vars(self) if name.endswith("_")]:
+            delattr(self, name)  # a fit that fails leaves nothing, least of all beside an old one
         self._check_settings()
         X, y = validated(self, X, y, self._regression, self.on_bad_rows)
         target = self._target(y)
@@ -103,8 +105,8 @@ class PrivateBayes(BaseEstimator):
         if method is None:
             noise = getattr(target.likelihood, "noise_std", None)
             method = recipe.settings(plan, noise, self._regression, self.learning_rate, self.clip)
-        if statistics is not None:
-            method.settled(plan)  # refuses settings before the statistics are paid for
+        method.settled(plan)  # refuses settings before anything is paid for
+        recipe.check(self._widths(), self.prior)
         scaling = self._scaling(X, statistics, plan, ledger)
         self.standardisation_: tuple[np.ndarray, np.ndarray] | None = None
         if recipe.standardise:

@@ -31,6 +31,7 @@ from dpbnn.data.standardising import (
 from dpbnn.methods.method import Method
 from dpbnn.methods.sgld import Langevin
 from dpbnn.networks import mlp
+from dpbnn.priors import Gaussian
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan, open_plan, plan
 
@@ -65,6 +66,7 @@ class Recipe:
         steps: of the training under privacy.
         every: whether each step takes all rows, and as few steps do without privacy.
         noise: in a mean, in units of half the bounds, beyond which nothing is standardised.
+        linear: whether it is for a model without hidden layers, with a Gaussian prior.
         tempered: whether training rows decide a temperature by default; a posterior that models
             the noise needs none.
     """
@@ -81,6 +83,19 @@ class Recipe:
     every: bool = False
     noise: float = _HIDDEN
     tempered: bool = True
+    linear: bool = False
+
+    def check(self, hidden: tuple[int, ...], prior: Any) -> None:
+        """Raise where the method is not for such a network or prior."""
+        if self.linear and hidden:
+            raise ValueError(
+                f"hidden={hidden}: {self.method.__name__} is for linear models; pass hidden=()"
+            )
+        if self.linear and not (prior is None or isinstance(prior, Gaussian)):
+            raise ValueError(
+                f"prior={prior}: {self.method.__name__} needs a Gaussian one, such as "
+                f"dpbnn.Gaussian(1.0)"
+            )
 
     def network(
         self, features: int, hidden: tuple[int, ...], outputs: int
@@ -192,6 +207,7 @@ METHODS: dict[str, Recipe] = {
         steps=3,
         every=True,
         tempered=False,
+        linear=True,
         noise=0.03,  # the prior is in units of what is released, so that they must be right
     ),
     "noiseaware": Recipe(methods.NoiseAware, None, None, regresses=False, tempered=False, steps=40),

@@ -159,9 +159,24 @@ def validated(
             return found, y.astype(np.float64) if regression else y
         found = check_array(as_numbers(X), ensure_all_finite=False, **options)
         validate_data(estimator, X, skip_check_array=True)  # takes names and number of columns
-        y = column_or_1d(as_numbers(y) if regression else y, warn=True)
+        y = column_or_1d(as_numbers(y) if regression else _labels(y), warn=True)
         check_consistent_length(found, y)
     return found, y
+
+
+def _labels(y: Any) -> Any:
+    """Return a list of labels as an array of objects, each as it is.
+
+    An array of one type would turn all labels into texts for the sake of one that is a text.
+    """
+    if not isinstance(y, list | tuple):
+        return y
+    cells = np.empty(len(y), dtype=object)
+    for row, cell in enumerate(y):
+        if isinstance(cell, list | tuple | np.ndarray):
+            cell = cell[0] if len(np.shape(cell)) == 1 and len(cell) == 1 else None
+        cells[row] = cell
+    return cells
 
 
 @contextlib.contextmanager

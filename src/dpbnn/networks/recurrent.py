@@ -49,7 +49,7 @@ def _sequences(step: Step, states: int) -> Rule:
             with torch.no_grad():
                 before, first = [], state
                 for part in gates.unbind(1):
-                    before.append(first[0])
+                    before.append(first[0].detach())
                     first = step(layer, part, F.linear(first[0], weight, bias), first)
             hidden = _tapped(layer, record, "hh", end, torch.stack(before, 1)).unbind(1)
             outputs = []

@@ -29,31 +29,40 @@ class Attack:
     The attacker knows every other record, all settings and everything that was released.
 
     Attributes:
-        mu: for every epsilon up to the stated one, the releases are (epsilon, delta)-DP with the
-            delta of mu-Gaussian differential privacy; None where no finite mu is known.
+        mu: of Gaussian differential privacy; None where no finite mu is known.
+        up_to: the epsilon up to which delta(epsilon) is at most that of mu; None for every epsilon,
+            so that the releases are mu-GDP.
         right: share of right guesses at even odds; 0.5 is tossing a coin.
         power: share of used records that are found, by share of unused records taken for used.
     """
 
     mu: float | None
+    up_to: float | None
     right: float
     power: dict[float, float]
 
+    @property
+    def scope(self) -> str:
+        """What mu is, in words."""
+        if self.up_to is None:
+            return "Gaussian DP"
+        return f"the curve of Gaussian DP, for epsilon up to {self.up_to:.4g}"
+
     def __str__(self) -> str:
         found = " and ".join(
-            f"{100 * value:.3g} % at {100 * share:g} % false positives"
+            f"{round_up(100 * value, 3)} % at {100 * share:g} % false positives"
             for share, value in self.power.items()
         )
-        known = "" if self.mu is None else f"mu = {round_up(self.mu)} (Gaussian DP); "
+        known = "" if self.mu is None else f"mu = {round_up(self.mu)} ({self.scope}); "
         return (
             f"{known}the best guess whether a record was used is right in at most "
-            f"{100 * self.right:.3g} % (a coin: 50 %), and finds at most {found}"
+            f"{round_up(100 * self.right, 3)} % (a coin: 50 %), and finds at most {found}"
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
         power = {f"{share:g}": value for share, value in self.power.items()}
-        return {"mu": self.mu, "right": self.right, "power": power}
+        return {"mu": self.mu, "up_to": self.up_to, "right": self.right, "power": power}
 
 
 def attack_on(
@@ -85,13 +94,14 @@ def _attack(events: tuple[Event, ...], delta: float, relation: Relation, name: s
     chosen = accountants.accountant(name)
     epsilon = chosen.epsilon(events, delta, relation)
     if not np.isfinite(epsilon):
-        return Attack(None, 1.0, dict.fromkeys(FALSE_POSITIVES, 1.0))
+        return Attack(None, None, 1.0, dict.fromkeys(FALSE_POSITIVES, 1.0))
     curve = chosen.curve(events, delta, relation)
     grid = np.linspace(0.0, epsilon, _POINTS)
     deltas = np.clip(curve(grid), 0.0, 1.0)
     power = {share: _power(share, grid, deltas) for share in FALSE_POSITIVES}
-    mu = gaussian_mu(events, relation) if name == "exact" else _mu(grid, deltas)
-    return Attack(mu, (1 + float(deltas[0])) / 2, power)
+    exact = name == "exact"
+    mu = gaussian_mu(events, relation) if exact else _mu(grid, deltas)
+    return Attack(mu, None if exact else epsilon, (1 + float(deltas[0])) / 2, power)
 
 
 def _power(share: float, grid: np.ndarray, deltas: np.ndarray) -> float:

@@ -149,7 +149,7 @@ def _attack(attack: Attack | None) -> list[tuple[str, str]]:
         f"{percent_up(power)} at {100 * share:g}\N{NO-BREAK SPACE}% false positives"
         for share, power in attack.power.items()
     )
-    known = [] if attack.mu is None else [("mu (Gaussian DP), at most", round_up(attack.mu))]
+    known = [] if attack.mu is None else [(f"mu ({attack.scope}), at most", round_up(attack.mu))]
     return [*known, ("used records that an attacker finds, at most", found)]
 
 
