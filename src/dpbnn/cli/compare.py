@@ -68,10 +68,11 @@ def compare_command(
         schema, x, y = read_training_table(table, options, private=True)
         tested = read(test, options)
         inputs, _ = schema.encode(tested, target=True, on_bad_rows=options["on_bad_rows"])
-        if np.array_equal(inputs, x, equal_nan=True):
+        usable = ~np.isnan(inputs).any(1)
+        if usable.all() and np.array_equal(inputs, x):
             raise ValueError(f"{test}: is the training table; give other records as --test")
         if options["on_bad_rows"] == "zero":
-            tested = tested.take(~np.isnan(inputs).any(1))
+            tested = tested.take(usable)
     for method, _ in cells:
         if schema.classes is not None and not METHODS[method].classifies:
             raise ValueError(f"--methods {method}: is for regression; leave it out")

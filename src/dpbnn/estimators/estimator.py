@@ -105,8 +105,9 @@ class PrivateBayes(BaseEstimator):
         if method is None:
             noise = getattr(target.likelihood, "noise_std", None)
             method = recipe.settings(plan, noise, self._regression, self.learning_rate, self.clip)
-        method.settled(plan)  # refuses settings before anything is paid for
-        recipe.check(self._widths(), self.prior)
+        if statistics is not None or method is self.method:
+            method.settled(plan)  # refuses settings before anything is paid for
+        recipe.check(self._widths(), self.prior, plan)
         scaling = self._scaling(X, statistics, plan, ledger)
         self.standardisation_: tuple[np.ndarray, np.ndarray] | None = None
         if recipe.standardise:

@@ -85,8 +85,13 @@ class Recipe:
     tempered: bool = True
     linear: bool = False
 
-    def check(self, hidden: tuple[int, ...], prior: Any) -> None:
-        """Raise where the method is not for such a network or prior."""
+    def check(self, hidden: tuple[int, ...], prior: Any, plan: Plan) -> None:
+        """Raise where the method is not for such a network, prior or plan."""
+        if self.every and plan.sampling != "full-batch":
+            raise ValueError(
+                f"batch_size={plan.batch_size:g}: {self.method.__name__} takes all rows in every "
+                f"step; leave batch_size out"
+            )
         if self.linear and hidden:
             raise ValueError(
                 f"hidden={hidden}: {self.method.__name__} is for linear models; pass hidden=()"
