@@ -170,6 +170,7 @@ def fitted(method, make=network, *, steps=12, capture=True, watch=None, **option
     options = {"debug_seed": 1, **options}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training._Run, "train", noted)
+        patch.setattr(training, "own_code", lambda *_: None)  # the networks here write to nothing
         if not capture:
             patch.setattr(training._Run, "_captured", lambda run: None)
         if watch is not None:
@@ -306,6 +307,7 @@ def test_neighbours_are_as_far_apart_as_the_sensitivity_through_captured_steps(n
     counts, once = [], CapturedStep.check
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "own_code", lambda *_: None)
         patch.setattr(
             CapturedStep, "check", lambda step: (counts.append(step.replays.count), once(step))
         )

@@ -159,7 +159,7 @@ class CapturedStep(Replayed):
         self._flat, views = flat_views(shapes, kind, self.device)
         for name, parameter in parameters.items():
             parameter.data = views[name].copy_(parameter.data)
-        self._places = [(p, p.data_ptr()) for p in parameters.values()]
+        self._addresses = [(p, p.data_ptr()) for p in parameters.values()]
         self._before = self._flat.clone()
         self._changed = torch.zeros((), dtype=torch.int32, device=self.device)
         self.drawn: Any = None
@@ -279,7 +279,7 @@ class CapturedStep(Replayed):
 
     def check(self) -> None:
         """Raise where contributions have changed the parameters, in any step so far."""
-        moved = any(p.data_ptr() != at for p, at in self._places)
+        moved = any(p.data_ptr() != at for p, at in self._addresses)
         if moved or bool(self._changed):
             refuse_changes([Change("the network", "parameter", "weights")])
 

@@ -33,6 +33,7 @@ from dpbnn.privacy.keys import ratchet
 from dpbnn.privacy.ledger import Attempt, Ledger
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.plan import Plan
+from dpbnn.privacy.relation import check_same
 from dpbnn.progress import deferred_interrupt, progress_bar
 from dpbnn.rows import Rows
 
@@ -169,11 +170,7 @@ class Run(ABC):
                 f"count all of this one as spent: dpbnn.plan(..., beside=[plan])"
             )
         assert ledger is not None
-        if ledger.relation is not self.plan.relation:
-            raise ValueError(
-                f"relation: the plan has {self.plan.relation} and the ledger {ledger.relation}; "
-                f"give the plan the ledger's"
-            )
+        check_same(self.plan.relation, ledger.relation)
         return ledger
 
     def _opened_keys(self, before: Checkpoint | None) -> Keys:

@@ -17,6 +17,7 @@ from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.plan import Plan, plan
+from dpbnn.privacy.relation import check_same
 from dpbnn.privacy.statement import PrivacyStatement, joined, statement_of
 
 _ROWS = 1 << 21  # numbers of a block of contributions
@@ -89,11 +90,8 @@ class Budget:
                 f"plan: is for {given.sampling} sampling of n={given.n}; calibration needs "
                 f"sampling='full-batch', n={n} and one noise multiplier"
             )
-        if given.private and given.relation is not ledger.relation:
-            raise ValueError(
-                f"relation: the plan has {given.relation} and the ledger {ledger.relation}; give "
-                f"the plan the ledger's"
-            )
+        if given.private:
+            check_same(given.relation, ledger.relation)
         ledger.check(given.own_events)
         return cls(given, ledger, given.delta if delta is None else delta, before)
 

@@ -15,6 +15,7 @@ from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.plan import Plan
+from dpbnn.privacy.relation import check_same
 from dpbnn.privacy.sampling import FullBatch
 
 __all__ = ["Standardisation", "noise_of_means", "private_standardisation"]
@@ -114,11 +115,7 @@ def private_standardisation(
         raise ValueError(f"weights: must be {columns} finite numbers > 0, one per column")
     sigma = plan.noise_multiplier
     book = Ledger(relation=plan.relation) if ledger is None else ledger
-    if plan.relation is not book.relation:
-        raise ValueError(
-            f"relation: the plan has {plan.relation} and the ledger {book.relation}; give the plan "
-            f"the ledger's"
-        )
+    check_same(plan.relation, book.relation)
     gate = Gate(float(np.linalg.norm(w)), sigma, FullBatch(n), book, noise=noise, label=label)
 
     def mean(centre: np.ndarray | None) -> np.ndarray:

@@ -18,6 +18,7 @@ from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.plan import Plan, plan
+from dpbnn.privacy.relation import check_same
 from dpbnn.privacy.sampling import FullBatch
 
 __all__ = [
@@ -153,11 +154,8 @@ def private_counts(
     sigma = _sigma(plan, noise_multiplier, n)
     if plan is not None and ledger is None:
         ledger = Ledger(relation=plan.relation)
-    if plan is not None and ledger is not None and plan.relation is not ledger.relation:
-        raise ValueError(
-            f"relation: the plan has {plan.relation} and the ledger {ledger.relation}; give the "
-            f"plan the ledger's"
-        )
+    if plan is not None and ledger is not None:
+        check_same(plan.relation, ledger.relation)
     gate = Gate(math.sqrt(columns), sigma, FullBatch(n), ledger, noise=noise, label=label)
     release = gate(_Cells(x, edges), records=torch.arange(len(x)))["counts"]
     return Histograms(

@@ -5,10 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import tempfile
-import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +17,7 @@ from dpbnn.likelihoods import Categorical
 from dpbnn.methods.method import Method, Problem, Process
 from dpbnn.methods.state import State
 from dpbnn.methods.surrogate import Surrogate, annealed_chains, clipped_scores, with_moments
-from dpbnn.posteriors import IteratePosterior, IterateWriter, Posterior
+from dpbnn.posteriors import IteratePosterior, Posterior
 from dpbnn.posteriors.evaluate import places
 from dpbnn.priors import Gaussian
 from dpbnn.privacy.checks import check_count, check_positive
@@ -181,7 +178,6 @@ class NoiseAwareProcess(Process[NoiseAwareState]):
         spent = settings.inputs is None and problem.steps > 1
         self.first = max(1, round(settings.share * problem.steps)) if spent else 0
         self.rounds = min(settings.rounds, problem.steps - self.first)
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def begin(self) -> NoiseAwareState:
         """Return the state before the first step: a prior draw whose last layer is the mean."""
@@ -243,13 +239,9 @@ class NoiseAwareProcess(Process[NoiseAwareState]):
             settings.leaps, generator,
         ).flatten(0, 1)  # fmt: skip
         model = self.problem.rebuilt(state.parameters)
-        with self._open_writer(self._named(drawn[0]), len(drawn)) as writer:
-            for row in drawn:
-                writer.append(self._named(row))
-        posterior = IteratePosterior(model, self.problem.likelihood, writer.path, **record)
-        if self._temporary is not None:
-            weakref.finalize(posterior, self._temporary.cleanup)
-        return posterior
+        draws = torch.func.vmap(self._named)(drawn)
+        folder = settings.folder or self.problem.folder
+        return IteratePosterior.of_draws(model, self.problem.likelihood, draws, folder, **record)
 
     def surrogate(self, state: NoiseAwareState) -> Surrogate:
         """Return the likelihood of the released average."""
@@ -409,17 +401,6 @@ class NoiseAwareProcess(Process[NoiseAwareState]):
         with torch.no_grad():
             for name, value in self._named(weights).items():
                 parameters[name].copy_(value)
-
-    def _open_writer(self, like: Mapping[str, Tensor], count: int) -> IterateWriter:
-        folder = self.settings.folder or self.problem.folder
-        if folder is None:
-            self._temporary = tempfile.TemporaryDirectory(
-                prefix="dpbnn-", ignore_cleanup_errors=True
-            )
-            folder = self._temporary.name
-        path = Path(folder) / "iterates.safetensors"
-        path.unlink(missing_ok=True)
-        return IterateWriter(path, like, count)
 
 
 def _moments(x: Tensor) -> Tensor:

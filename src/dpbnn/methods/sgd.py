@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
-import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from dpbnn.methods.method import Descent, DescentProcess, DescentState, Problem
 from dpbnn.methods.state import apart, together
-from dpbnn.posteriors import IteratePosterior, IterateWriter, PointPosterior, Posterior
+from dpbnn.posteriors import IteratePosterior, PointPosterior, Posterior
 from dpbnn.privacy.checks import check_count
 
 
@@ -109,16 +106,9 @@ class PathProcess(SGDProcess):
         count = self._stored(state.steps)
         if not count:
             return super().posterior(state, **record)
-        folder = tempfile.TemporaryDirectory(prefix="dpbnn-", ignore_cleanup_errors=True)
-        path = Path(folder.name) / "iterates.safetensors"
-        writer = IterateWriter(path, {n: kept[0] for n, kept in state.kept.items()}, count)
-        for place in range(count):
-            writer.append({name: kept[place] for name, kept in state.kept.items()})
-        writer.close()
+        draws = {name: kept[:count] for name, kept in state.kept.items()}
         model = self.problem.rebuilt(state.parameters)
-        found = IteratePosterior(model, self.problem.likelihood, path, **record)
-        weakref.finalize(found, folder.cleanup)
-        return found
+        return IteratePosterior.of_draws(model, self.problem.likelihood, draws, **record)
 
     def _stored(self, steps: int) -> int:
         """Return how many iterates have been kept after so many steps."""

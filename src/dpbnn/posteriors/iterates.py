@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import torch
@@ -10,7 +14,7 @@ from torch import Tensor, nn
 
 from dpbnn.posteriors.evaluate import Draws, Inputs
 from dpbnn.posteriors.gaussian import check_like
-from dpbnn.posteriors.iterate_file import IterateStore
+from dpbnn.posteriors.iterate_file import IterateStore, IterateWriter
 from dpbnn.posteriors.low_rank import LowRankPosterior
 from dpbnn.posteriors.posterior import Posterior
 
@@ -53,6 +57,36 @@ class IteratePosterior(Posterior):
             )
         self.iterates = iterates
         self._resident: tuple[list[int], dict[str, Tensor]] | None = None
+
+    @classmethod
+    def of_draws(
+        cls,
+        model: nn.Module,
+        likelihood: object,
+        draws: Mapping[str, Tensor],
+        folder: str | os.PathLike[str] | None = None,
+        **record: Any,
+    ) -> Self:
+        """Write draws to a file, and return the posterior that has equal weight on each.
+
+        Args:
+            model: see the class.
+            likelihood: see the class.
+            draws: parameters by name, draws first.
+            folder: where the file goes; by default a temporary one, which goes with the posterior.
+            **record: see the class.
+        """
+        made = None if folder else TemporaryDirectory(prefix="dpbnn-", ignore_cleanup_errors=True)
+        path = Path(made.name if made else str(folder)) / "iterates.safetensors"
+        path.unlink(missing_ok=True)
+        count = len(next(iter(draws.values())))
+        with IterateWriter(path, {n: values[0] for n, values in draws.items()}, count) as writer:
+            for place in range(count):
+                writer.append({name: values[place] for name, values in draws.items()})
+        posterior = cls(model, likelihood, path, **record)
+        if made:
+            weakref.finalize(posterior, made.cleanup)
+        return posterior
 
     def to(self, device: torch.device | str) -> Self:
         """Move the posterior to a device, in place."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 
-__all__ = ["Relation"]
+__all__ = ["Relation", "check_same"]
 
 
 class Relation(enum.StrEnum):
@@ -55,3 +55,11 @@ class Relation(enum.StrEnum):
                 return relation
         allowed = ", ".join(repr(str(r)) for r in cls)
         raise ValueError(f"relation={value!r}: must be one of {allowed}; the default is 'zero-out'")
+
+
+def check_same(plan: Relation, ledger: Relation) -> None:
+    """Raise where a plan and the ledger that it spends from have different relations."""
+    if plan is not ledger:
+        raise ValueError(
+            f"relation: the plan has {plan} and the ledger {ledger}; give the plan the ledger's"
+        )
