@@ -11,6 +11,7 @@ from torch import nn
 
 import dpbnn
 from dpbnn import reproduce
+from dpbnn.reproduce import records
 from dpbnn.reproduce.cells import Cells
 from dpbnn.reproduce.command import reproduce_command
 from dpbnn.reproduce.dp_bnn_theory import simulated_epsilon
@@ -126,6 +127,17 @@ class TestViews:
                 torch.testing.assert_close(value, mean, rtol=1e-4, atol=1e-6)
             norm = math.sqrt(sum(float(v.square().sum()) for v in whole.values()))
             assert norm * (1 - 1e-6) <= float(norms[i]) <= norm * (1 + 1e-3)
+
+    @pytest.mark.parametrize("kind", ["cnn", "mlp"])
+    def test_networks_for_views_are_the_plain_ones_on_each_view(self, kind):
+        plain, viewed = getattr(records, f"_tanh_{kind}")(), getattr(records, f"_viewed_{kind}")()
+        with torch.no_grad():
+            for a, b in zip(plain.parameters(), viewed.parameters(), strict=True):
+                b.copy_(a.view_as(b))
+        x = records.pixels(torch.randn(3, 1, 28, 28), 5)
+        assert x.shape == (3, 1, 5, 28, 28)
+        each = torch.stack([plain(x[:, :, v]) for v in range(5)], 1)
+        torch.testing.assert_close(viewed(x), each)
 
     def test_training_with_views_is_replayed_within_the_clip(self):
         """Zeroing a record out moves a release by the clip at most, whatever its views are."""

@@ -121,7 +121,7 @@ def method(cell: dict[str, Any]) -> Method:
         "sgld": SGLD.paper(learning_rate=3e-6, clip=None),
         "bbp": BBP(learning_rate=1e-3, optimizer="adam", schedule="cosine"),
         "mcdropout": MCDropout(learning_rate=0.1, momentum=0.9),
-        "sgd": SGD(learning_rate=0.1, momentum=0.9),
+        "sgd": SGD(learning_rate=0.02 if cell["network"] == "cnn" else 0.1, momentum=0.9),
     }[kind]
 
 
