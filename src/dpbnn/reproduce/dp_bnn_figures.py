@@ -257,7 +257,9 @@ def fig2(settings: Settings) -> Result:
     }  # fmt: skip
     if settings.fast:
         groups = {name: cells[:2] for name, cells in groups.items()}
-    runs = _scan(settings, "fig2", [cell for cells in groups.values() for cell in cells])
+    every = [cell for cells in groups.values() for cell in cells]
+    every = [cell for i, cell in enumerate(every) if cell not in every[:i]]
+    runs = _scan(settings, "fig2", every)
     rows, curves, ways = [], [], {}
     for name in groups:
         kind, _, what = name.partition(", ")
@@ -289,7 +291,7 @@ def fig2(settings: Settings) -> Result:
             corrected="-",
             epsilon="as on the axis",
             verdict="not complete"
-            if len(runs) < sum(map(len, groups.values()))
+            if len(runs) < len(every)
             else "the directions reproduce"
             if right
             else "the directions do not reproduce",
