@@ -40,7 +40,7 @@ bench-coverage: $(READY)
 	$(BIN)/python -m benchmarks.coverage $(ARGS)
 
 docs: $(READY)
-	$(BIN)/pdoc --output-directory site --docformat google dpbnn
+	$(BIN)/python scripts/site.py site
 
 clean:
 	rm -rf $(VENV) $(PEERS) site demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
