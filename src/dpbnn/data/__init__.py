@@ -6,6 +6,7 @@ from dpbnn.data.files import read_table
 from dpbnn.data.schema import Schema
 from dpbnn.data.standardising import Standardisation, private_standardisation
 from dpbnn.data.statistics import (
+    Bounds,
     Histograms,
     private_bounds,
     private_counts,
@@ -17,6 +18,7 @@ from dpbnn.data.table import Table, TableError, TableWarning, as_table
 
 __all__ = [
     "DATASETS",
+    "Bounds",
     "Column",
     "Dataset",
     "Histograms",

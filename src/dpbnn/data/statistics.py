@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from dpbnn.privacy.relation import check_same
 from dpbnn.privacy.sampling import FullBatch
 
 __all__ = [
+    "Bounds",
     "Histograms",
     "private_bounds",
     "private_counts",
@@ -31,6 +32,18 @@ __all__ = [
 ]
 
 _ROWS = 8192  # records counted at once
+
+
+class Bounds(NamedTuple):
+    """Bounds of columns, which `bounds=` of the estimators takes as they are.
+
+    Attributes:
+        low: lowest value of every column.
+        high: highest value of every column.
+    """
+
+    low: np.ndarray
+    high: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +91,8 @@ class Histograms:
         square = (middle - self.mean()[:, None]) ** 2 + width**2 / 12
         return np.sqrt((mass * square).sum(1) / np.maximum(mass.sum(1), 1e-12))
 
-    def bounds(self, tail: float = 0.005, beta: float = 1e-3) -> tuple[np.ndarray, np.ndarray]:
-        """Return (lowest, highest) of every column, such that few values lie outside.
+    def bounds(self, tail: float = 0.005, beta: float = 1e-3) -> Bounds:
+        """Return the lowest and highest value of every column, such that few values lie outside.
 
         The lower bound is the lower edge of the first cell j at which, for some w = 1, 2, 4, ...,
 
@@ -101,7 +114,7 @@ class Histograms:
             first, last = (first, last) if first <= last else (0, len(counts) - 1)
             low.append(edges[first])
             high.append(edges[last + 1])
-        return np.array(low), np.array(high)
+        return Bounds(np.array(low), np.array(high))
 
     def _first(self, counts: np.ndarray, tail: float, beta: float) -> int:
         total = np.concatenate([[0.0], np.cumsum(counts)])
@@ -184,8 +197,8 @@ def private_bounds(
     tail: float = 0.005,
     beta: float = 1e-3,
     **arguments: Any,
-) -> list[tuple[float, float]]:
-    """Return private bounds (lowest, highest) of every column.
+) -> Bounds:
+    """Return private bounds of every column: the lower ones, and the upper ones.
 
     **Guarantee.** That of `private_counts`: one release, and post-processing. A table that is too
     small for the noise is refused before anything is spent.
@@ -212,8 +225,7 @@ def private_bounds(
             f"{sigma:.3g}: noise alone makes up to {needed:.0f} of them; state public bounds, or "
             f"give statistics a larger share of the budget"
         )
-    low, high = private_counts(x, grid, **arguments).bounds(tail, beta)
-    return [(float(a), float(b)) for a, b in zip(low, high, strict=True)]
+    return private_counts(x, grid, **arguments).bounds(tail, beta)
 
 
 def signed_log_grid(
