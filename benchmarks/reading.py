@@ -71,13 +71,14 @@ def measure(path: Path) -> dict:
     def peak() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
-    before, begin = peak(), time.perf_counter()
+    before, begin, worked = peak(), time.perf_counter(), time.process_time()
     table = read_table(path)
     read, most = time.perf_counter() - begin, peak()
     x, _ = schema.encode(table)
     whole = time.perf_counter() - begin
     return {"file": path.name, "GB": round(path.stat().st_size / 1e9, 2), "shape": x.shape,
             "read s": round(read, 1), "read and encoded s": round(whole, 1),
+            "CPU s": round(time.process_time() - worked, 1),
             "before GiB": round(before, 2), "read GiB": round(most, 2),
             "encoded GiB": round(peak(), 2)}  # fmt: skip
 

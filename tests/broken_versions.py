@@ -771,8 +771,8 @@ def tables_quote_bad_values(patch: Patch) -> None:
 
 
 def odd_cells_are_refused(patch: Patch) -> None:
-    table = importlib.import_module("dpbnn.data.table")
-    patch.setattr(table, "_cell", lambda value, kinds: table.cell(value))
+    frames = importlib.import_module("dpbnn.data.frames")
+    patch.setattr(frames, "_cell", lambda value, kinds: frames.cell(value))
 
 
 def lines_are_named(patch: Patch) -> None:

@@ -19,8 +19,9 @@ import tomli_w
 
 from dpbnn.data.column import Column, cut
 from dpbnn.data.faults import Fault, Faults, bad_rows
+from dpbnn.data.frames import as_table
 from dpbnn.data.learned import distinct, learned_column
-from dpbnn.data.table import Table, TableError, TableWarning, as_table, codes, numbers
+from dpbnn.data.table import Table, TableError, TableWarning, codes, numbers
 from dpbnn.messages import check_on_bad_rows
 
 _CHUNK = 4_000_000  # numbers encoded at once
@@ -369,9 +370,9 @@ class Schema:
 
     def _check_classes(self, table: Table) -> None:
         seen: set[int] = set()
-        values = table.column(self.target.name)
         for start in range(0, table.n, _LOOK):
-            code, faults = self._targets(values[start : start + _LOOK], table.missing)
+            values = table.column(self.target.name, slice(start, start + _LOOK))
+            code, faults = self._targets(values, table.missing)
             seen.update(code[~bad_rows(len(code), faults)].tolist())
             if len(seen) > 1:
                 return
@@ -382,9 +383,8 @@ class Schema:
 
 
 def _all_missing(column: Column, table: Table) -> bool:
-    held = table.column(column.name)
     for start in range(0, table.n, _LOOK):
-        raw = held[start : start + _LOOK]
+        raw = table.column(column.name, slice(start, start + _LOOK))
         if column.kind == "numeric":
             values, unread = numbers(raw, table.missing)
             present = not np.isnan(values).all() or unread is not None
