@@ -118,7 +118,7 @@ def test_private_bounds_go_into_an_estimator_as_they_are():
     np.testing.assert_array_equal(scaling.high, found.high)
     assert ((scaling.low < [40, 4500]) & (scaling.high > [60, 5500])).all()
     y = (x[:, 0] > 50).astype(int)
-    settings = {"epsilon": 20.0, "classes": [0, 1], "epochs": 40, "batch_size": 4000}
+    settings = {"epsilon": 8.0, "classes": [0, 1], "epochs": 40, "batch_size": 4000}
     model = dpbnn.PrivateBayesClassifier(bounds=found, random_state=0, **settings).fit(x, y)
     assert model.score(x, y) > 0.9
     np.testing.assert_array_equal(model.bounds_, found)

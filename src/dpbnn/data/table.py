@@ -293,6 +293,13 @@ def _distinct(texts: pa.Array) -> tuple[list[str | None], np.ndarray]:
     return coded.dictionary.to_pylist(), np.from_dlpack(coded.indices)
 
 
+def distinct_texts(raw: Held) -> set[str | None]:
+    """Return the different texts of a column."""
+    if isinstance(raw, pa.ChunkedArray):
+        return {text for chunk in raw.chunks for text in _distinct(chunk)[0]}
+    return set(_distinct(raw)[0] if isinstance(raw, pa.Array) else _list(raw))
+
+
 def _taken(raw: Held, index: np.ndarray) -> Held:
     if isinstance(raw, pa.Array | pa.ChunkedArray):
         whole = np.where(index < 0, index + len(raw), index)
