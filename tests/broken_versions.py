@@ -771,8 +771,8 @@ def tables_quote_bad_values(patch: Patch) -> None:
 
 
 def odd_cells_are_refused(patch: Patch) -> None:
-    table = importlib.import_module("dpbnn.data.table")
-    patch.setattr(table, "_cell", lambda value, kinds: table.cell(value))
+    frames = importlib.import_module("dpbnn.data.frames")
+    patch.setattr(frames, "_cell", lambda value, kinds: frames.cell(value))
 
 
 def lines_are_named(patch: Patch) -> None:
@@ -1302,3 +1302,32 @@ def add_remove_sums_are_float32(patch: Patch) -> None:
 
 def clips_may_be_tiny(patch: Patch) -> None:
     patch.setattr("dpbnn.privacy.gate._SMALLEST_CLIP", {torch.float32: 0.0, torch.float64: 0.0})
+
+
+def bounds_are_read_off_the_data(patch: Patch) -> None:
+    paid = importlib.import_module("dpbnn.data.paid")
+    real = paid.private_bounds
+
+    def exact(x, **options):
+        return real(x, **options)._replace(low=np.nanmin(x, axis=0))
+
+    patch.setattr(paid, "private_bounds", exact)
+
+
+def bounds_are_charged_to_nobody(patch: Patch) -> None:
+    paid = importlib.import_module("dpbnn.data.paid")
+    real = paid.private_bounds
+
+    def free(x, **options):
+        return real(x, **{**options, "ledger": None})
+
+    patch.setattr(paid, "private_bounds", free)
+
+
+def any_ledger_goes_with_private_bounds(patch: Patch) -> None:
+    paid = importlib.import_module("dpbnn.data.paid")
+    patch.setattr(paid.PaidBounds, "check", lambda self, ledger: None)
+
+
+def ledgers_from_before_the_payment_will_do(patch: Patch) -> None:
+    patch.setattr("dpbnn.privacy.ledger.Ledger.holds", lambda self, head: True)

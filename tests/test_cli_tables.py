@@ -1,7 +1,9 @@
 """Bad tables through the command: one line, exit code 2, no run directory, nothing spent."""
 
 import gzip
+import tomllib
 
+import numpy as np
 import pytest
 from command_line import run
 
@@ -113,3 +115,141 @@ def test_schema_check_quotes_values_where_it_is_asked_to(capsys, place):
     assert "table.csv, line 22, column 'age': 'old' is not a number" in err
     (place / "table.csv").write_text(GOOD)
     assert run(capsys, *check) == (0, "table.csv: 20 rows, all of them fit schema.toml.\n", "")
+
+
+def test_schema_check_lists_every_problem_at_once(capsys, place):
+    """Of the schema and of the table; each is one line, and none quotes a value."""
+    (place / "schema.toml").write_text(
+        SCHEMA + '[columns.a]\nbounds = ["TODO", "TODO"]\n[columns.b]\nbounds = [9, 1]\n'
+        "[columns.gone]\nbounds = [0, 1]\n"
+    )
+    rows = "age,sex,y,a,b\nold,F,no,1,1\n50,X,maybe,1,1\n,X,yes,1,1\ninf,F,no,1,1\n"
+    (place / "table.csv").write_text(rows)
+    check = ("schema", "check", "table.csv", "--schema", "schema.toml")
+    code, out, err = run(capsys, *check)
+    assert (code, out) == (2, "")
+    expected = [
+        "column 'a': bounds is still TODO",
+        "column 'b': bounds = [9, 1]: are reversed",
+        "the column 'gone' of the schema is absent",
+        "column 'age': 3 values cannot be used; one is not a number",
+        "column 'sex': 2 values cannot be used; one is none of 'F', 'M'",
+        "column 'y': 1 value cannot be used; one is none of 'no', 'yes'",
+    ]
+    lines = err.splitlines()
+    assert len(lines) == len(expected)
+    for line, part in zip(lines, expected, strict=True):
+        assert line.startswith("dpbnn: ")
+        assert part in line
+    for secret in ("old", "maybe", "'X'", "line 2"):
+        assert secret not in err
+    code, out, err = run(capsys, *check, "--show-values")
+    assert (code, out) == (2, "")
+    for part in ("line 2, column 'age': 'old'", "line 4, column 'age': a value is missing",
+                 "line 5, column 'age': 'inf'", "line 3, column 'sex': 'X'",
+                 "line 4, column 'sex': 'X'", "line 3, column 'y': 'maybe'"):  # fmt: skip
+        assert part in err
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_schema_check_and_fit_refuse_the_same_tables(capsys, place, kind):
+    content, part = TABLES[kind]
+    (place / "table.csv").write_bytes(content)
+    code, out, err = run(capsys, "schema", "check", "table.csv", "--schema", "schema.toml")
+    assert (code, out) == (2, "")
+    lines = [line for line in err.splitlines() if "warning" not in line]
+    assert any(part in line for line in lines), err
+    assert all(line.startswith("dpbnn: ") for line in lines)
+
+
+def test_schema_check_names_unused_columns(capsys, place):
+    (place / "table.csv").write_text(GOOD.replace("y\n", "y,extra\n", 1).replace("no\n", "no,1\n")
+                                     .replace("yes\n", "yes,1\n"))  # fmt: skip
+    code, out, err = run(capsys, "schema", "check", "table.csv", "--schema", "schema.toml")
+    assert code == 0
+    assert "1 column that the first line names" in err
+    assert "all of them fit" in out
+
+
+DRAFT = """
+[target]
+name = "y"
+classes = ["no", "yes"]
+[columns.age]
+bounds = ["TODO", "TODO"]
+[columns.sex]
+categories = ["F", "M"]
+"""
+
+
+@pytest.fixture
+def large(place):
+    """3000 rows, and a draft whose age is TODO."""
+    (place / "draft.toml").write_text(DRAFT)
+    ages = np.clip(np.random.default_rng(0).normal(45, 15, 3000), 18, 95).round()
+    rows = "".join(
+        f"{age:g},{'FM'[i % 2]},{('no', 'yes')[int(age > 45)]}\n" for i, age in enumerate(ages)
+    )
+    (place / "table.csv").write_text("age,sex,y\n" + rows)
+    return place
+
+
+def learn(capsys, *more, out="new.toml"):
+    return run(capsys, "schema", "bounds", "table.csv", "--schema", "draft.toml", "--epsilon",
+               "0.1", "--ledger", "book.jsonl", "--out", out, *more)  # fmt: skip
+
+
+def test_bounds_are_learned_and_training_goes_on_with_their_ledger(capsys, large):
+    code, out, err = learn(capsys, "--budget", "1")
+    assert (code, err) == (0, "")
+    assert "bounds of 1 column" in out
+    assert "epsilon 0.09" in out
+    assert dpbnn.Ledger(large / "book.jsonl").releases == 1
+    low, high = tomllib.loads((large / "new.toml").read_text())["columns"]["age"]["bounds"]
+    assert low < 45 < high
+    common = ("fit", "table.csv", "--schema", "new.toml", "--epochs", "2", "--quiet")
+    dpbnn.Ledger(large / "other.jsonl", epsilon=1.0, delta=1e-5)
+    for more in ((), ("--ledger", "other.jsonl"), ("--ledger", "new.jsonl")):
+        code, _, err = run(capsys, *common, "--epsilon", "0.5", "--out", "run", *more)
+        assert code == 2
+        assert "learned privately from another ledger" in err
+        assert not (large / "run").exists()
+    assert not (large / "new.jsonl").exists()
+    code, _, err = run(
+        capsys, *common, "--epsilon", "0.5", "--out", "run", "--ledger", "book.jsonl"
+    )
+    assert code == 0, err
+    from dpbnn.runs import Run
+
+    privacy = Run.open(large / "run").manifest["privacy"]
+    labels = [mechanism["label"] for mechanism in privacy["mechanisms"]]
+    assert labels[0] == "private bounds of a schema"
+    assert privacy["epsilon"] > 0.5  # the bounds are in it
+    assert privacy["epsilon"] == pytest.approx(dpbnn.Ledger(large / "book.jsonl").epsilon())
+    code, _, err = run(capsys, *common, "--non-private", "--out", "open")
+    assert code == 0, err
+
+
+def test_a_second_call_is_charged_and_the_budget_ends_it(capsys, large):
+    assert learn(capsys, "--budget", "0.12")[0] == 0
+    code, _, err = learn(capsys, out="again.toml")
+    assert (code, len(err.splitlines())) == (1, 1)
+    assert not (large / "again.toml").exists()
+    assert dpbnn.Ledger(large / "book.jsonl").releases == 1
+    code, _, err = learn(capsys, "--budget", "5", out="again.toml")
+    assert code == 2
+    assert "has its own budget" in err
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda place: (place / "draft.toml").write_text(SCHEMA), "nothing to learn"),
+    (lambda place: (place / "table.csv").write_text(GOOD), "too few records"),
+    (lambda place: (place / "new.toml").write_text(""), "exists already"),
+    (lambda place: (place / "table.csv").write_text("sex,y\nF,no\n"), "has no column 'age'"),
+])  # fmt: skip
+def test_what_cannot_be_learned_costs_nothing(capsys, large, change, words):
+    change(large)
+    code, _, err = learn(capsys)
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert words in err
+    assert not (large / "book.jsonl").exists()

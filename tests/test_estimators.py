@@ -210,12 +210,14 @@ def test_bounds_by_column_name(tmp_path):
     pandas = pytest.importorskip("pandas")
     x, y = line()
     frame = pandas.DataFrame(x, columns=["a", "b", "c"])
-    bounds = {"c": (0, 3), "a": (0, 1), "b": (0, 2), "unused": (0, 9)}
+    bounds = {"c": (0, 3), "a": (0, 1), "b": (0, 2)}
     model = PrivateBayesClassifier(**{**LINE, "bounds": bounds}).fit(frame, y)
     assert model.bounds_[1].tolist() == [1, 2, 3]
     assert model.feature_names_in_.tolist() == ["a", "b", "c"]
     with pytest.raises(ValueError, match=r"column 'b' has none.*add 'b'"):
         PrivateBayesClassifier(**{**LINE, "bounds": {"a": (0, 1), "c": (0, 1)}}).fit(frame, y)
+    with pytest.raises(ValueError, match=r"'bb' is no column of the data; correct the name"):
+        PrivateBayesClassifier(**{**LINE, "bounds": {**bounds, "bb": (0, 1)}}).fit(frame, y)
 
 
 def test_scaling_clips_and_hides_nothing_else():

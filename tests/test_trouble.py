@@ -8,6 +8,8 @@ import pytest
 from command_line import run
 
 import dpbnn
+from dpbnn.data import Bounds, private_bounds
+from dpbnn.estimators.scaling import parsed_bounds
 
 ROWS = "age,sex,y\n" + "39,F,0\n50,M,1\n61,F,0\n20,M,1\n" * 10
 BOUNDS = 'age = [0, 100]\nsex = ["F", "M"]\ny = {}\n'
@@ -104,3 +106,45 @@ def test_wrong_settings_are_one_short_line(settings, words):
     assert words in str(error.value)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 330
+
+
+def test_private_bounds_go_into_an_estimator_as_they_are():
+    """Two columns of very different scales: a transposed pair would leave them unusable."""
+    rng = np.random.default_rng(0)
+    x = rng.normal([50, 5000], [10, 500], (4000, 2))
+    found = private_bounds(x, noise_multiplier=2.0)
+    scaling = parsed_bounds(found, 2)
+    np.testing.assert_array_equal(scaling.low, found.low)
+    np.testing.assert_array_equal(scaling.high, found.high)
+    assert ((scaling.low < [40, 4500]) & (scaling.high > [60, 5500])).all()
+    y = (x[:, 0] > 50).astype(int)
+    settings = {"epsilon": 8.0, "classes": [0, 1], "epochs": 40, "batch_size": 4000}
+    model = dpbnn.PrivateBayesClassifier(bounds=found, random_state=0, **settings).fit(x, y)
+    assert model.score(x, y) > 0.9
+    np.testing.assert_array_equal(model.bounds_, found)
+
+
+@pytest.mark.parametrize("given", [
+    ([0, 10], [5, 20]), [(0, 5), (10, 20)], np.array([[0.0, 1.0], [0.0, 5.0]]), ([0, 0], [1, 5]),
+])  # fmt: skip
+def test_two_pairs_for_two_columns_are_refused(given):
+    with pytest.raises(ValueError, match=r"can be \(lows, highs\) or one .*dpbnn\.data\.Bounds"):
+        parsed_bounds(given, 2)
+
+
+@pytest.mark.parametrize(("given", "columns", "low", "high"), [
+    (Bounds([0, 10], [5, 20]), 2, [0, 10], [5, 20]),
+    (Bounds([0, 0], [1, 5]), 2, [0, 0], [1, 5]),
+    ([(10, 20), (0, 5)], 2, [10, 0], [20, 5]),  # (lows, highs) would be reversed
+    (([10, 0], [20, 5]), 2, [10, 0], [20, 5]),
+    ([(0, 1), (1, 5)], 2, [0, 1], [1, 5]),  # both readings are the same
+    ([(0, 1), (10, 20), (5, 5)], 3, [0, 10, 5], [1, 20, 5]),
+    (np.array([[0, 1], [10, 20], [5, 6]]), 3, [0, 10, 5], [1, 20, 6]),
+    (([0, 10, 5], [1, 20, 5]), 3, [0, 10, 5], [1, 20, 5]),
+    ([(3, 4)], 1, [3], [4]),
+    ((3, 4), 2, [3, 3], [4, 4]),
+    ((0, [1, 2]), 2, [0, 0], [1, 2]),
+])  # fmt: skip
+def test_bounds_are_ends_or_one_pair_per_column(given, columns, low, high):
+    found = parsed_bounds(given, columns)
+    assert (found.low.tolist(), found.high.tolist()) == (low, high)

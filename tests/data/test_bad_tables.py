@@ -187,11 +187,18 @@ def test_a_table_that_cannot_be_trained_on(kind):
     refused(lambda: Schema.from_toml(SCHEMA).check(table), *parts)
 
 
+def test_dates_are_held_and_refused_as_numbers():
+    dates = np.array(["2020-01-01", "NaT"], dtype="datetime64[D]")
+    table = as_table({"age": dates, "sex": ["F", "M"], "y": ["no", "yes"]})
+    assert table["age"].tolist() == ["2020-01-01", None]
+    refused(lambda: Schema.from_toml(SCHEMA).encode(table), "'age'", "is a date", "days")
+
+
 OBJECTS = {
     "unequal columns": ({"a": [1], "b": [1, 2]}, ["'a' has 1", "'b' has 2"]),
     "one axis": (np.zeros(3), ["1 axes", "[rows, columns]"]),
     "three axes": (np.zeros((2, 2, 2)), ["3 axes"]),
-    "dates": ({"d": np.array(["2020-01-01"], dtype="datetime64[D]")}, ["'d'", "dates", "days"]),
+    "time spans": ({"d": np.array([5], dtype="timedelta64[D]")}, ["'d'", "time spans", "days"]),
     "complex": ({"c": np.array([1j])}, ["'c'", "complex"]),
     "lists in cells": ({"c": np.array([[1], None], dtype=object)}, ["'c'", "list"]),
     "a matrix as a column": ({"c": np.zeros((2, 2))}, ["'c'", "2 axes"]),

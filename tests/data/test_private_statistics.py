@@ -17,6 +17,7 @@ from dpbnn.data import (
     signed_log_grid,
     statistics,
 )
+from dpbnn.data.histograms import _margins
 from dpbnn.privacy.events import Event
 
 FALSE_ALARM = 1e-4
@@ -184,7 +185,7 @@ def test_bounds_hold_nearly_all_values_and_are_not_far_out(histograms):
     value with probability 1e-3 in a column.
     """
     lows, highs = histograms.bounds(tail=0.005, beta=1e-3)
-    margin = statistics._margins(histograms.counts.shape[1], 1e-3, histograms.noise_std)[8]
+    margin = _margins(histograms.counts.shape[1], 1e-3)[3, -1] * histograms.noise_std
     most = 0.005 + (margin + 4 * histograms.noise_std * math.sqrt(8)) / N
     assert most < 0.12
     for (name, values), low, high in zip(COLUMNS.items(), lows, highs, strict=True):
@@ -195,6 +196,49 @@ def test_bounds_hold_nearly_all_values_and_are_not_far_out(histograms):
     assert lows[0] > 5
     assert lows[1] > 0
     assert highs[3] < 0
+
+
+FAMILIES = {
+    "normal": lambda r, n: r.normal(50, 10, n),
+    "around zero": lambda r, n: r.normal(0, 1, n),
+    "uniform": lambda r, n: r.random(n),
+    "age": lambda r, n: np.clip(r.normal(40, 14, n), 17, 90),
+    "binary": lambda r, n: (r.random(n) < 0.3) * 1.0,
+    "missing": lambda r, n: np.where(r.random(n) < 0.3, np.nan, r.normal(120, 20, n)),
+    "digits": lambda r, n: r.integers(0, 10, n) * 1.0,
+    "negative": lambda r, n: -r.exponential(300, n),
+    "skewed": lambda r, n: np.exp(r.normal(8, 1.2, n)),
+    "heavy tails": lambda r, n: r.standard_t(2, n) * 10 + 100,
+}
+
+
+def test_bounds_are_usable_at_three_thousand_records():
+    """Ten columns at epsilon 0.1 (sigma 30.8), drawn 40 times with fixed seeds.
+
+    Bounds are called usable where they hold nine in ten values, and are at most 20 times as wide as
+    the middle 98 % of the values.
+    """
+    n, sigma, repeats = 3000, 30.8, 40
+    grid = signed_log_grid()
+    usable = {}
+    for name, family in FAMILIES.items():
+        counts, values = [], []
+        for seed in range(repeats):
+            generator = np.random.default_rng(seed)
+            values.append(family(generator, n))
+            exact = silent(values[-1][:, None], grid)[0]
+            counts.append(exact + generator.normal(0, sigma * math.sqrt(10), len(exact)))
+        edges = np.broadcast_to(grid, (repeats, len(grid)))
+        event = Event("full-batch", sigma)
+        released = Histograms(edges, np.array(counts), sigma * math.sqrt(10), n, event)
+        good = []
+        for x, low, high in zip(values, *released.bounds(), strict=True):
+            middle = np.nanquantile(x, [0.01, 0.99])
+            inside = ((x >= low) & (x <= high)).sum() / np.isfinite(x).sum()
+            good.append(inside > 0.9 and high - low < 20 * (middle[1] - middle[0]))
+        usable[name] = np.mean(good)
+    assert min(usable.values()) > 0.5, usable
+    assert np.mean([*usable.values()]) > 0.85, usable
 
 
 def test_noise_alone_rarely_widens_a_bound():

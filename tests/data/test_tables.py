@@ -2,11 +2,12 @@
 
 import gzip
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
 
-from dpbnn.data import Table, TableError, as_table, read_table
+from dpbnn.data import Column, Schema, Table, TableError, as_table, read_table
 
 NAMES = ("age", "sex", "income")
 TEXT = "age,sex,income\n39,Male,2.5\n50,Female,-1e3\n?,Male,0\n"
@@ -222,3 +223,96 @@ def test_progress_is_shown_when_asked_for(tmp_path, capsys):
 def test_rows_keep_their_numbers_however_often_some_are_taken():
     table = as_table({"a": np.arange(10)}).rows(2, 9).take([1, 3, 5]).take([1, 2]).rows(1, 2)
     assert table.where(0).endswith("row 7")
+
+
+def parquet(path, rows=10_000, group=1000):
+    """A file of many row groups: a number, a text, a boolean that is missing in the last group."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    flag = [None if i >= rows - group else bool(i % 2) for i in range(rows)]
+    columns = {
+        "a": np.arange(rows, dtype=np.float64),
+        "whole": pa.array([None if i == 5 else i for i in range(rows)]),
+        "text": pa.array([f" t{i % 7} " if i % 3 else None for i in range(rows)]),
+        "flag": pa.array(flag),
+        "wide": np.zeros(rows),
+    }
+    pyarrow.parquet.write_table(pa.table(columns), path, row_group_size=group)
+    return read_table(path)
+
+
+def test_parquet_is_read_a_row_group_at_a_time(tmp_path, monkeypatch):
+    import pyarrow.parquet
+
+    seen = []
+    real = pyarrow.parquet.ParquetFile.read_row_group
+
+    def counted(self, group, columns=None, **options):
+        seen.append((group, *columns))
+        return real(self, group, columns=columns, **options)
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", counted)
+    table = parquet(tmp_path / "t.parquet")
+    assert (table.n, seen) == (10_000, [])
+    part = table.rows(2500, 3500)
+    assert seen == []
+    np.testing.assert_array_equal(part["a"], np.arange(2500, 3500))
+    assert seen == [(2, "a"), (3, "a")]
+    assert part.where(0).endswith("row 2500")
+    assert len(part.rows(10, 20)["a"]) == 10
+    seen.clear()
+    columns = (Column("a", bounds=(0, 1e4)), Column("whole", bounds=(0, 1e4), missing="middle"))
+    schema = Schema(columns, Column("flag", categories=(False, True)), ignore=("text", "wide"))
+    monkeypatch.setattr("dpbnn.data.schema._CHUNK", 700)
+    x, _ = schema.encode(table.rows(0, 9000), out=tmp_path / "x.npy")
+    assert {name for _, name in seen} == {"a", "whole", "flag"}
+    assert max(Counter(seen).values()) == 1  # one pass, though groups and chunks do not agree
+    np.testing.assert_allclose(x[:, 0], np.arange(9000) / 5000 - 1, atol=1e-6)
+    assert x[5, 1] == 0
+
+
+def test_parquet_columns_are_those_of_the_arrow_table(tmp_path):
+    import pyarrow.parquet
+
+    table = parquet(tmp_path / "t.parquet")
+    whole = as_table(pyarrow.parquet.read_table(tmp_path / "t.parquet"))
+    for name in table.names:
+        assert table.raw(name).tolist() == pytest.approx(whole.raw(name).tolist(), nan_ok=True)
+    assert table["text"][:3].tolist() == [None, "t1", "t2"]
+    assert table["flag"][:2].tolist() == ["false", "true"]
+    assert table.take([9999, 4])["a"].tolist() == [9999, 4]
+
+
+def test_memory_of_a_parquet_pass_is_that_of_a_row_group(tmp_path):
+    import pyarrow as pa
+
+    table = parquet(tmp_path / "t.parquet", rows=400_000, group=10_000)
+    schema = Schema((Column("a", bounds=(0, 1)),), Column("wide", bounds=(-1, 1)),
+                    ignore=("whole", "text", "flag"))  # fmt: skip
+    pool = pa.default_memory_pool()
+    before = pool.bytes_allocated()
+    schema.encode(table, out=tmp_path / "x.npy")
+    assert pool.bytes_allocated() - before < 400_000 * 8 / 4
+
+
+def test_text_of_frames_and_files_is_held_by_arrow(tmp_path):
+    import pyarrow as pa
+
+    frames = [pa.table({"a": [" x ", None, "y"]})]
+    pandas = pytest.importorskip("pandas")
+    frames += [pandas.DataFrame({"a": pandas.Series([" x ", None, "y"], dtype=kind)})
+               for kind in ("string", "category", "str")]  # fmt: skip
+    polars = pytest.importorskip("polars")
+    frames.append(polars.DataFrame({"a": [" x ", None, "y"]}))
+    for frame in frames:
+        table = as_table(frame)
+        assert isinstance(table.column("a"), pa.ChunkedArray)
+        assert table["a"].tolist() == ["x", None, "y"]
+        assert table.take(np.array([True, False, True]))["a"].tolist() == ["x", "y"]
+        assert table.take([-1])["a"].tolist() == ["y"]
+        assert Column("a", categories=("x", "y"), missing="category").encode(table.column("a"))[
+            0
+        ].argmax(1).tolist() == [0, 2, 1]
+    mixed = pandas.DataFrame({"a": pandas.Series(["x", 2, True], dtype="category")})
+    assert as_table(mixed)["a"].tolist() == ["x", "2", "true"]

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dpbnn.data import Column, Schema, TableError, read_table, text
-from dpbnn.data.table import MISSING, codes, numbers
+from dpbnn.data.table import MISSING, codes, numbers, strings
 
 pytestmark = pytest.mark.filterwarnings("ignore::dpbnn.data.table.TableWarning")
 
@@ -207,7 +207,7 @@ def seen(path, **options):
 
 
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     body=files(),
@@ -227,6 +227,102 @@ def test_columns_are_what_the_csv_module_reads(tmp_path, body, block, decimal, e
         assert quick == seen(path, **options)
 
 
+CELLS = st.sampled_from(
+    ["a", "1", " b ", '"x"', '"x,y"', '"p\nq"', '"d""e"', '""', "", '"\r\nz"', '"""q"""', "é"]
+)
+ODD = st.sampled_from(
+    ['"', "a", "", "a,b,c", '5" x,b', 'a,5" x', ' "x",b', "|note", '|"', " ", '"a"b,c']
+)
+
+
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    lines=st.lists(st.one_of(st.tuples(CELLS, CELLS).map(",".join), ODD), min_size=1, max_size=15),
+    end=st.sampled_from(["\n", "\r\n", "\r"]),
+    block=st.sampled_from([5, 30, 1 << 22]),
+    lookahead=st.sampled_from([0, 2, 100]),
+    comment=st.sampled_from([None, "|"]),
+    on_bad_rows=st.sampled_from(["show", "zero"]),
+)
+def test_quotes_are_read_as_the_csv_module_reads_them(
+    tmp_path, lines, end, block, lookahead, comment, on_bad_rows
+):
+    path = tmp_path / "table.csv"
+    path.write_bytes(("c0,c1\n" + end.join(lines)).encode())
+    options = {"comment": comment, "on_bad_rows": on_bad_rows}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "_SAMPLE", 2)
+        patch.setattr(text, "_BLOCK", block)
+        patch.setattr(text, "_OPEN", lookahead)
+        quick = seen(path, **options)
+        slow(patch)
+        assert quick == seen(path, **options)
+        patch.undo()
+        slow(patch)
+        assert quick == seen(path, **options)
+
+
+def test_well_quoted_values_go_through_arrow(tmp_path, monkeypatch):
+    rows = [("x, y", "1"), ('say "hi"', "2"), ("two\nlines", "3"), ("", "4")] * 500
+    path = tmp_path / "t.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file, quoting=csv.QUOTE_ALL, lineterminator="\n").writerows([("a", "b"), *rows])
+    monkeypatch.setattr(text._Reader, "_by_line", None)
+    table = read_table(path)
+    assert [*zip(table.raw("a"), table.raw("b"), strict=True)] == rows
+    assert table.where(4).endswith("line 7")  # the third row has two lines
+    monkeypatch.setattr(text, "_well_quoted", lambda *_: False)
+    with pytest.raises(TypeError):
+        read_table(path)
+
+
+def test_broken_quotes_would_be_read_in_another_way_by_arrow(tmp_path, monkeypatch):
+    """What `_well_quoted` keeps away from Arrow: the test above must be able to fail."""
+    path = tmp_path / "t.csv"
+    path.write_text('a,b\n"8"9,1\n"x""",2\n')
+    monkeypatch.setattr(text, "_SAMPLE", 1)
+    with pytest.raises(TableError, match="quotes"):
+        read_table(path)
+    monkeypatch.setattr(text, "_well_quoted", lambda *_: True)
+    assert read_table(path).raw("a").tolist() == ["89", 'x"']
+
+
+def test_one_bad_block_does_not_slow_down_the_others(tmp_path, monkeypatch):
+    """Only the block with a quote inside a value is read line by line."""
+    path = tmp_path / "t.csv"
+    path.write_text("a,b\n" + "1,x\n" * 300 + '2,5" pipe\n' + "3,y\n" * 3000)
+    monkeypatch.setattr(text, "_BLOCK", 400)
+    slow_blocks = []
+    real = text._Reader._by_line
+    monkeypatch.setattr(
+        text._Reader, "_by_line", lambda *given: slow_blocks.append(1) or real(*given)
+    )
+    table = read_table(path)
+    assert (table.n, len(slow_blocks)) == (3301, 1)
+    assert table.raw("b")[300] == '5" pipe'
+    assert table.where(3300).endswith("line 3302")
+
+
+def test_missing_values_in_numbers_are_found_by_arrow(tmp_path, monkeypatch):
+    """Python reads no cell one by one, as long as all of them are numbers or missing."""
+    path = tmp_path / "t.csv"
+    path.write_text("a,b\n" + "1.5,NA\n,2\n?,nan\n" * 100)
+    table = read_table(path)
+    monkeypatch.setattr("dpbnn.data.table._distinct", None)
+    np.testing.assert_array_equal(table["a"], [1.5, np.nan, np.nan] * 100)
+    np.testing.assert_array_equal(table["b"], [np.nan, 2, np.nan] * 100)
+
+
+def test_decimal_commas_are_found_in_numbers_only(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("a;b\n1,5;x,y\n-,5e3;1,2,3\n7,;1.5,2\n")
+    table = read_table(path, decimal=",")
+    assert table["a"].tolist() == [1.5, -500, 7]
+    assert table.raw("b").tolist() == ["x,y", "1,2,3", "1.5,2"]
+
+
 def test_a_wrong_cut_is_told_apart(tmp_path, monkeypatch):
     """A missing last letter must show; the comparison above would pass over nothing else."""
     path = tmp_path / "table.csv"
@@ -236,7 +332,9 @@ def test_a_wrong_cut_is_told_apart(tmp_path, monkeypatch):
     right = text._cut
 
     def wrong(*arguments):
-        return [text._texts(t[:-1] for t in column.to_pylist()) for column in right(*arguments)]
+        part = right(*arguments)
+        short = [strings(t[:-1] for t in column.to_pylist()) for column in part.columns]
+        return part._replace(columns=short)
 
     monkeypatch.setattr(text, "_cut", wrong)
     assert seen(path) != expected

@@ -103,7 +103,7 @@ def fit_command(
             "--epsilon: give a budget, such as --epsilon 1, or --non-private, and not both"
         )
     with speaker.warnings(), new_run(out, overwrite=overwrite, ledger=ledger) as workspace:
-        schema, x, y = read_training_table(table, options, private=not non_private)
+        schema, x, y = read_training_table(table, options, private=not non_private, ledger=ledger)
         speaker.say(
             f"{table}: {len(x)} rows, {len(schema.columns)} columns ({x.shape[1]} after encoding), "
             f"{schema.task} of {schema.target.name!r}."
@@ -127,14 +127,14 @@ def fit_command(
 
 
 def read_training_table(
-    table: Path, options: dict[str, Any], *, private: bool
+    table: Path, options: dict[str, Any], *, private: bool, ledger: Path | None = None
 ) -> tuple[Schema, Any, Any]:
     """Return the schema and the encoded table, or raise before anything is spent."""
     from dpbnn.cli.schema import chosen_schema
 
     rows = read(table, options)
     about = {name: options[name] for name in _ABOUT}
-    found = chosen_schema(rows, **about, private=private)
+    found = chosen_schema(rows, **about, private=private, ledger=ledger)
     found.check(rows, on_bad_rows=options["on_bad_rows"])
     x, y = found.encode(rows, target=True, on_bad_rows=options["on_bad_rows"])
     return found, x, y

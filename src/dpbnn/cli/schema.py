@@ -20,6 +20,7 @@ def chosen_schema(
     *,
     private: bool,
     task: str | None = None,
+    ledger: Path | None = None,
 ) -> Any:
     """Return the schema that the options state; without privacy it may be learned.
 
@@ -31,8 +32,10 @@ def chosen_schema(
             is categories.
         private: whether bounds and categories must be public.
         task: "classification" or "regression", where the target's line could mean both.
+        ledger: what training is charged to; None for a ledger of its own.
     """
     from dpbnn.data import Schema
+    from dpbnn.privacy.ledger import Ledger
 
     if schema is not None:
         if target is not None or bounds is not None:
@@ -43,6 +46,9 @@ def chosen_schema(
                 f"{schema}: was learned from the data, so training with it is not private; state "
                 f"bounds and categories from public knowledge, or pass --non-private"
             )
+        if private and found.private_bounds is not None:
+            known = ledger is not None and ledger.is_file()
+            found.private_bounds.check(Ledger(ledger) if known else None)
         return found
     if target is None:
         raise ValueError("--schema or --target: one of them is needed; see 'dpbnn schema draft'")
@@ -139,12 +145,105 @@ def check_command(table: Path, schema: Path, show_values: bool, **options: Any) 
       dpbnn schema check train.csv --schema schema.toml --show-values
     """
     from dpbnn.data import Schema
+    from dpbnn.data.checking import problems
+    from dpbnn.data.schema import read_toml
+    from dpbnn.data.table import TableError
 
-    found = Schema.read(schema)
     options["on_bad_rows"] = "show" if show_values else "error"
     speaker = Speaker(quiet=False, as_json=False)
+    values, unread, rows = read_toml(schema), [], None
     with speaker.warnings():
-        rows = read(table, options)
-        found.check(rows, on_bad_rows=options["on_bad_rows"])
-        found.encode(rows, target=True, on_bad_rows=options["on_bad_rows"])
+        try:
+            rows = read(table, options)
+        except TableError as error:
+            unread = [str(error)]
+        found = [*unread, *problems(values, rows, show_values)]
+    for problem in found:
+        click.echo(f"dpbnn: {problem}", err=True)
+    if found or rows is None:
+        raise click.exceptions.Exit(2)
+    extra = Schema.from_dict(values).ignored(rows)
+    if extra:
+        named = rows.listed(extra, show=show_values)
+        click.echo(f"dpbnn: warning: {table}: {named} not in the schema and not used", err=True)
     speaker.say(f"{table}: {rows.n} rows, all of them fit {schema}.")
+
+
+@schema_group.command("bounds")
+@click.argument("table", type=click.Path(path_type=Path))
+@reading_options
+@click.option("--schema", type=click.Path(path_type=Path), required=True,
+              help="The schema, with bounds that are still TODO.")  # fmt: skip
+@click.option("--epsilon", type=float, required=True, help="What the bounds cost, such as 0.1.")
+@click.option("--delta", type=float, help="Delta [default: the ledger's, or min(1e-5, 1/(10 n))].")
+@click.option("--ledger", type=click.Path(path_type=Path), required=True,
+              help="What pays; training must go on with it.")  # fmt: skip
+@click.option("--budget", type=float, help="Epsilon that a new ledger allows, for the bounds and "
+              "all that follows [default: no limit].")  # fmt: skip
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The new schema.")
+def bounds_command(
+    table: Path,
+    schema: Path,
+    epsilon: float,
+    delta: float | None,
+    ledger: Path,
+    budget: float | None,
+    out: Path,
+    **options: Any,
+) -> None:
+    r"""Learn the bounds that are TODO in a schema, privately.
+
+    One noisy release finds the bounds of all these columns together. Training with the new schema
+    must be charged to the same ledger: 'dpbnn fit --ledger'.
+
+    \b
+    Example:
+      dpbnn schema bounds train.csv --schema schema.toml --epsilon 0.1 \
+        --ledger ledger.jsonl --budget 1 --out schema-bounds.toml
+    """
+    import dpbnn
+    from dpbnn.data.draft import one_line
+    from dpbnn.data.paid import learn_bounds
+    from dpbnn.data.schema import read_toml
+    from dpbnn.estimators.recipes import default_delta
+    from dpbnn.privacy.checks import round_up
+
+    values = read_toml(schema)
+    rows = read(table, options)
+    if out.exists():
+        raise ValueError(f"{out}: exists already; give another file")
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"{out}: its parent is not a folder; make that one first")
+    new = not ledger.exists()
+    if budget is not None and not new:
+        raise ValueError(f"--budget: {ledger} has its own budget; leave the option out")
+    first = delta or default_delta(rows.n)
+    book = dpbnn.Ledger(ledger, epsilon=budget, delta=first if new else delta)
+    delta = delta or (book.budget[1] if book.budget else first)
+    try:
+        if not book.relation.public_size:
+            raise ValueError(f"{ledger}: hides the number of rows; use a ledger under zero-out")
+        plan = dpbnn.plan(
+            epsilon=epsilon, delta=delta, n=rows.n, sampling="full-batch", steps=1,
+            relation=book.relation,
+        )  # fmt: skip
+        filled, hidden = learn_bounds(values, rows, plan=plan, ledger=book)
+    except BaseException:
+        if new and book.untouched:
+            ledger.unlink()
+            ledger.with_name(f"{ledger.name}.head").unlink()
+        raise
+    note = f"# Learned privately, paid for by {ledger}: train with --ledger {ledger}.\n"
+    out.write_text(note + one_line(filled), encoding="utf-8")
+    found = len(filled.get("private_bounds", {}).get("columns", ()))
+    click.echo(f"Wrote {out}: bounds of {found} column{'s' * (found != 1)}.")
+    spent = round_up(book.statement(delta=delta).epsilon)
+    click.echo(
+        f"{ledger}: epsilon {spent} at delta {delta:g} is spent; fit with --ledger {ledger}."
+    )
+    for name in hidden:
+        click.echo(
+            f"dpbnn: warning: column {name!r}: noise hides its values, so its bounds are still "
+            f"TODO; state public ones",
+            err=True,
+        )

@@ -3,9 +3,11 @@
 from dpbnn.data.column import Column
 from dpbnn.data.datasets import DATASETS, Dataset, load, load_table
 from dpbnn.data.files import read_table
+from dpbnn.data.frames import as_table
 from dpbnn.data.schema import Schema
 from dpbnn.data.standardising import Standardisation, private_standardisation
 from dpbnn.data.statistics import (
+    Bounds,
     Histograms,
     private_bounds,
     private_counts,
@@ -13,10 +15,11 @@ from dpbnn.data.statistics import (
     share,
     signed_log_grid,
 )
-from dpbnn.data.table import Table, TableError, TableWarning, as_table
+from dpbnn.data.table import Table, TableError, TableWarning
 
 __all__ = [
     "DATASETS",
+    "Bounds",
     "Column",
     "Dataset",
     "Histograms",

@@ -23,6 +23,7 @@ _RULES = {
     "categorical": ("refuse", "zeros", "category"),
 }
 _THOUSANDS = re.compile(r"[+-]?\d{1,3},\d{3}")  # the comma may be a decimal one
+DATE = re.compile(r"\d{4}-\d\d?-\d\d?(?:[T ]\d|$)|\d{4}/\d\d?/\d\d?$|\d\d?[./-]\d\d?[./-]\d{4}$")
 _NO_TARGET = "fill it in, or delete the row: training and evaluation need every target"
 
 
@@ -267,6 +268,8 @@ def _no_number(value: Any) -> str:
     text = str(value)
     if text.lower().lstrip("+-") in ("inf", "infinity") or _overflows(text):
         return "is infinite; write a number, or leave it empty if it is missing"
+    if is_date(text):
+        return "is a date; turn dates into numbers, such as days since a fixed date"
     if _THOUSANDS.fullmatch(text.strip()):
         return (
             "has a comma; take it out where it separates thousands, or read the table with "
@@ -277,6 +280,11 @@ def _no_number(value: Any) -> str:
     if _separated(text):
         return "has separators of thousands; take them out of the table"
     return "is not a number; correct it, or declare the column with categories in the schema"
+
+
+def is_date(text: str) -> bool:
+    """Return whether a text is written as a date."""
+    return DATE.match(text) is not None
 
 
 def _labels(name: str, given: Sequence[Any]) -> tuple[str, ...]:

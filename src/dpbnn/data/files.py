@@ -15,7 +15,8 @@ from typing import IO, Any
 import numpy as np
 
 from dpbnn.data import text
-from dpbnn.data.table import MISSING, Table, TableError, as_table
+from dpbnn.data.frames import as_table
+from dpbnn.data.table import MISSING, Table, TableError
 from dpbnn.messages import alone, check_on_bad_rows
 
 _GZIP, _PARQUET, _NUMPY, _ZIP = b"\x1f\x8b", b"PAR1", b"\x93NUMPY", b"PK\x03\x04"
@@ -49,7 +50,8 @@ def read_table(
     """Read a table from a file: CSV (.gz too), Parquet, .npy or .npz.
 
     In text, spaces around values are removed, empty lines are skipped, and any line end will do.
-    Arrays in .npy are memory-mapped, so they can be larger than memory.
+    Arrays in .npy are memory-mapped, and a Parquet file is read a row group at a time when its
+    values are used: both can be larger than memory.
 
     Args:
         path: the file.
@@ -70,7 +72,9 @@ def read_table(
     path = Path(path)
     first = _opening(path)
     if first.startswith(_PARQUET):
-        return _parquet(path, names, on_bad_rows)
+        from dpbnn.data.stored import parquet_table
+
+        return parquet_table(path, names, on_bad_rows)
     if first.startswith(_NUMPY):
         return _numpy(path, names)
     if first.startswith(_ZIP) and path.suffix == ".npz":
@@ -164,23 +168,6 @@ def _text(
         code = "utf-8-sig" if encoding.replace("-", "").lower() == "utf8" else encoding
         errors = "strict" if strict else "replace"
         yield io.TextIOWrapper(buffered, encoding=code, errors=errors, newline="")
-
-
-def _parquet(path: Path, names: Sequence[str] | None, on_bad_rows: str) -> Table:
-    import pyarrow.parquet
-
-    try:
-        columns = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError):
-        alone(TableError(f"{path}: is a damaged Parquet file; copy or write it again"))
-    if names is not None:
-        if len(names) != columns.num_columns:
-            raise TableError(
-                f"{path}: has {columns.num_columns} columns and {len(names)} names were given; "
-                f"give one name per column"
-            )
-        columns = columns.rename_columns(names)
-    return as_table(columns, source=str(path), on_bad_rows=on_bad_rows)
 
 
 def _numpy(path: Path, names: Sequence[str] | None) -> Table:

@@ -18,16 +18,19 @@ import numpy as np
 import tomli_w
 
 from dpbnn.data.column import Column, cut
+from dpbnn.data.draft import drafted, one_line
 from dpbnn.data.faults import Fault, Faults, bad_rows
+from dpbnn.data.frames import as_table
 from dpbnn.data.learned import distinct, learned_column
-from dpbnn.data.table import Table, TableError, TableWarning, as_table, codes, numbers
+from dpbnn.data.paid import PaidBounds
+from dpbnn.data.table import Table, TableError, TableWarning, codes, numbers
 from dpbnn.messages import check_on_bad_rows
 
 _CHUNK = 4_000_000  # numbers encoded at once
 _LOOK = 128  # rows checked at once; a check ends as soon as it can
 _COLUMN_KEYS = ("kind", "bounds", "categories", "missing", "other", "log")
 _TARGET_KEYS = ("name", "classes", "bounds", "cuts")
-_KEYS = ("task", "public", "target", "columns", "ignore")
+_KEYS = ("task", "public", "target", "columns", "ignore", "private_bounds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Schema:
         task: "classification" or "regression"; follows from the target if left out.
         ignore: columns of the table that are left out on purpose.
         public: False where bounds and categories were learned from the data.
+        private_bounds: which bounds were learned privately, and the ledger that paid for them.
     """
 
     columns: tuple[Column, ...]
@@ -50,6 +54,7 @@ class Schema:
     task: str = ""
     ignore: tuple[str, ...] = ()
     public: bool = True
+    private_bounds: PaidBounds | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "columns", tuple(self.columns))
@@ -75,22 +80,12 @@ class Schema:
         Args:
             path: the file; see `to_toml` and docs/tables.md for its form.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-            raise TableError(
-                f"schema {path}: cannot be read: {reason}; give the path of a schema in TOML"
-            ) from None
-        return cls.from_toml(text, source=str(path))
+        return cls.from_dict(read_toml(path))
 
     @classmethod
-    def from_toml(cls, text: str, *, source: str = "schema") -> Schema:
+    def from_toml(cls, text: str) -> Schema:
         """Return the schema that is written in TOML."""
-        try:
-            return cls.from_dict(tomllib.loads(text))
-        except tomllib.TOMLDecodeError as error:
-            raise TableError(f"{source}: is not valid TOML: {error}; correct that line") from None
+        return cls.from_dict(_parsed(text, "schema"))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Schema:
@@ -102,15 +97,16 @@ class Schema:
                 "schema: has no target; state it as [target] with name and classes or bounds"
             )
         _keys("schema, [target]", target, _TARGET_KEYS)
-        columns = values.get("columns", {})
+        columns, paid = values.get("columns", {}), values.get("private_bounds")
         if not isinstance(columns, Mapping):
             raise TableError("schema: columns must be tables; write [columns.NAME] for each")
         return cls(
-            columns=tuple(_column(name, value) for name, value in columns.items()),
-            target=_target(target),
+            columns=tuple(column_of_values(name, value) for name, value in columns.items()),
+            target=target_of_values(target),
             task=values.get("task", ""),
             ignore=tuple(values.get("ignore", ())),
             public=bool(values.get("public", True)),
+            private_bounds=None if paid is None else PaidBounds.from_dict(paid),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,47 +122,30 @@ class Schema:
             own["public"] = False
         if self.ignore:
             own["ignore"] = list(self.ignore)
-        return {**own, "target": target, "columns": {c.name: _values(c) for c in self.columns}}
+        columns = {column.name: _values(column) for column in self.columns}
+        paid = self.private_bounds
+        last = {} if paid is None else {"private_bounds": paid.to_dict()}
+        return {**own, "target": target, "columns": columns, **last}
 
     def to_toml(self) -> str:
         """Return the schema as TOML; `read` and `from_toml` give it back."""
         note = "" if self.public else "# Learned from the data: NOT PRIVATE.\n"
-        return note + _toml(self.to_dict())
+        return note + one_line(self.to_dict())
 
     @classmethod
     def draft(cls, table: Any, target: str) -> str:
         """Return a schema in TOML to be filled in from public knowledge.
 
-        It takes only the names and types (number or text) of the columns from the table. Every
-        bound and category is left as TODO: the smallest age in a table is somebody's age.
+        It takes only the names and types of the columns from the table (number, text, boolean,
+        date). Every bound and category is left as TODO: the smallest age in a table is somebody's
+        age. Booleans need none; identifiers and dates are left out and flagged; what a name such
+        as age suggests is a comment.
 
         Args:
             table: a table, or what `as_table` takes.
             target: name of the column to be predicted.
         """
-        table = as_table(table)
-        table.raw(target)
-        text = {name: table[name].dtype == object for name in table.names}
-        columns = {
-            name: {"categories": ["TODO"]} if text[name] else {"bounds": ["TODO", "TODO"]}
-            for name in table.names
-            if name != target
-        }
-        key = {"classes": ["TODO"]} if text[target] else {"bounds": ["TODO", "TODO"]}
-        notes = (
-            "# Fill in every TODO from public knowledge: documentation, a questionnaire, physics,\n"
-            "# never from this data. Delete the columns that the model should not use.\n"
-            "# A target with bounds is a regression; write classes = [...] for a classification.\n"
-            "# Missing values: missing = 'refuse' (default); 'middle' or 'indicator' for\n"
-            "# numbers; 'zeros' or 'category' for categories. other = true takes in unknown\n"
-            "# categories; log = true suits skewed numbers that are never negative.\n"
-        )
-        if not table.named:
-            notes += (
-                "# The names of the columns are the first line of the table. If that line is a\n"
-                "# record, delete this file, which then quotes it, and give names (--names).\n"
-            )
-        return f"{notes}\n{_toml({'target': {'name': target, **key}, 'columns': columns})}"
+        return drafted(as_table(table), target)
 
     @classmethod
     def learned(cls, table: Any, target: str, task: str | None = None) -> Schema:
@@ -285,7 +264,7 @@ class Schema:
         if on_bad_rows == "zero":
             return
         for column in (*self.columns, self.target):
-            if _all_missing(column, table):
+            if all_missing(column, table):
                 raise TableError(
                     f"{table.source}: column {column.name!r} has no value in any row; delete it "
                     f"from the schema or correct the table"
@@ -369,9 +348,9 @@ class Schema:
 
     def _check_classes(self, table: Table) -> None:
         seen: set[int] = set()
-        values = table.column(self.target.name)
         for start in range(0, table.n, _LOOK):
-            code, faults = self._targets(values[start : start + _LOOK], table.missing)
+            values = table.column(self.target.name, slice(start, start + _LOOK))
+            code, faults = self._targets(values, table.missing)
             seen.update(code[~bad_rows(len(code), faults)].tolist())
             if len(seen) > 1:
                 return
@@ -381,10 +360,10 @@ class Schema:
         )
 
 
-def _all_missing(column: Column, table: Table) -> bool:
-    held = table.column(column.name)
+def all_missing(column: Column, table: Table) -> bool:
+    """Return whether a column has no value in any row."""
     for start in range(0, table.n, _LOOK):
-        raw = held[start : start + _LOOK]
+        raw = table.column(column.name, slice(start, start + _LOOK))
         if column.kind == "numeric":
             values, unread = numbers(raw, table.missing)
             present = not np.isnan(values).all() or unread is not None
@@ -396,7 +375,27 @@ def _all_missing(column: Column, table: Table) -> bool:
     return True
 
 
-def _column(name: str, values: Any) -> Column:
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the values in a TOML file, which may be a schema with TODO in it."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise TableError(
+            f"schema {path}: cannot be read: {reason}; give the path of a schema in TOML"
+        ) from None
+    return _parsed(text, str(path))
+
+
+def _parsed(text: str, source: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise TableError(f"{source}: is not valid TOML: {error}; correct that line") from None
+
+
+def column_of_values(name: str, values: Any) -> Column:
+    """Return a column from plain values, as in a TOML file."""
     if not isinstance(values, Mapping):
         section = tomli_w.dumps({"columns": {name: {}}}).strip()
         raise TableError(
@@ -406,7 +405,8 @@ def _column(name: str, values: Any) -> Column:
     return Column(name, **{key: _tuple(value) for key, value in values.items()})
 
 
-def _target(values: Mapping[str, Any]) -> Column:
+def target_of_values(values: Mapping[str, Any]) -> Column:
+    """Return the target from plain values, as in a TOML file."""
     name = values["name"]
     classes, bounds, cuts = (_tuple(values.get(key)) for key in ("classes", "bounds", "cuts"))
     if cuts is None:
@@ -427,12 +427,6 @@ def _values(column: Column) -> dict[str, Any]:
     }
     given.pop("kind")
     return {key: list(v) if isinstance(v, tuple) else v for key, v in given.items()}
-
-
-def _toml(values: Mapping[str, Any]) -> str:
-    """Return values as TOML, every list on one line; line ends in texts are escaped."""
-    text = tomli_w.dumps(values, indent=0)
-    return text.replace("[\n", "[").replace(",\n]", "]").replace(",\n", ", ")
 
 
 def _tuple(value: Any) -> Any:

@@ -1,8 +1,7 @@
-"""Private statistics: noisy counts on a public grid, and quantiles, bounds, moments from them."""
+"""Private statistics: the release of counts on a public grid, and what follows from it."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpbnn.data.histograms import CERTAIN, Bounds, Histograms, check_rule, checked_levels
 from dpbnn.messages import as_numbers, unquoted
-from dpbnn.privacy.checks import quoted
-from dpbnn.privacy.events import Event
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
@@ -22,6 +20,7 @@ from dpbnn.privacy.relation import check_same
 from dpbnn.privacy.sampling import FullBatch
 
 __all__ = [
+    "Bounds",
     "Histograms",
     "private_bounds",
     "private_counts",
@@ -31,92 +30,6 @@ __all__ = [
 ]
 
 _ROWS = 8192  # records counted at once
-
-
-@dataclasses.dataclass(frozen=True)
-class Histograms:
-    """Noisy counts of every column, as released. All methods are post-processing.
-
-    Attributes:
-        edges: [columns, cells + 1], public; the outer cells hold all values beyond them too.
-        counts: [columns, cells], each with N(0, noise_std^2) added.
-        noise_std: standard deviation of the noise in a count.
-        n: number of records, public; under add/remove that of the plan.
-        event: what was charged, for `dpbnn.plan(beside=[...])`.
-    """
-
-    edges: np.ndarray
-    counts: np.ndarray
-    noise_std: float
-    n: int
-    event: Event
-
-    def mass(self) -> np.ndarray:
-        """Return the counts c >= 0 with sum <= n that are nearest to the noisy ones.
-
-        With Gaussian noise this is the most likely histogram; its cumulative sums rise.
-        """
-        return np.stack([_project(row, self.n) for row in self.counts])
-
-    def quantiles(self, q: Any) -> np.ndarray:
-        """Return quantiles [len(q), columns] from the cumulative sums, linear within a cell."""
-        levels = _levels(q)
-        found = [
-            _quantiles(levels, mass, edges)
-            for mass, edges in zip(self.mass(), self.edges, strict=True)
-        ]
-        return np.stack(found, axis=1)
-
-    def mean(self) -> np.ndarray:
-        """Return the mean of every column, as if values lay in the middle of their cells."""
-        mass, middle, _ = self._cells()
-        return np.asarray((mass * middle).sum(1) / np.maximum(mass.sum(1), 1e-12))
-
-    def std(self) -> np.ndarray:
-        """Return the standard deviation of every column, values spread evenly in their cells."""
-        mass, middle, width = self._cells()
-        square = (middle - self.mean()[:, None]) ** 2 + width**2 / 12
-        return np.sqrt((mass * square).sum(1) / np.maximum(mass.sum(1), 1e-12))
-
-    def bounds(self, tail: float = 0.005, beta: float = 1e-3) -> tuple[np.ndarray, np.ndarray]:
-        """Return (lowest, highest) of every column, such that few values lie outside.
-
-        The lower bound is the lower edge of the first cell j at which, for some w = 1, 2, 4, ...,
-
-            count_{j-w+1} + ... + count_j > tail n + z sqrt(w) noise_std,
-
-        where z is so large that noise alone exceeds it, in a column without values, with
-        probability at most beta/2. The upper bound is found likewise from above. If no sum is
-        large enough, the bounds are the outermost edges.
-
-        Args:
-            tail: share of the values that may lie outside on either side.
-            beta: probability that noise widens a bound to a cell without values.
-        """
-        _check_rule(tail, beta)
-        low, high = [], []
-        for counts, edges in zip(self.counts, self.edges, strict=True):
-            first = self._first(counts, tail, beta)
-            last = len(counts) - 1 - self._first(counts[::-1], tail, beta)
-            first, last = (first, last) if first <= last else (0, len(counts) - 1)
-            low.append(edges[first])
-            high.append(edges[last + 1])
-        return np.array(low), np.array(high)
-
-    def _first(self, counts: np.ndarray, tail: float, beta: float) -> int:
-        total = np.concatenate([[0.0], np.cumsum(counts)])
-        ends = np.arange(1, len(total))
-        found = np.zeros(len(counts), dtype=bool)
-        for width, margin in _margins(len(counts), beta, self.noise_std).items():
-            found |= total[ends] - total[np.maximum(ends - width, 0)] > tail * self.n + margin
-        return int(np.argmax(found)) if found.any() else 0
-
-    def _cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return mass, middle and width of the cells; those beyond the data count as empty."""
-        low, high = self.edges[:, :-1], self.edges[:, 1:]
-        lowest, highest = self.bounds(tail=0.0)
-        inside = (low >= lowest[:, None]) & (high <= highest[:, None])
-        return self.mass() * inside, (low + high) / 2, high - low
 
 
 def private_counts(
@@ -172,7 +85,7 @@ def private_quantiles(x: Any, q: Any, grid: Any = None, **arguments: Any) -> np.
 
     **Guarantee.** That of `private_counts`: one release, and post-processing.
     """
-    levels = _levels(q)
+    levels = checked_levels(q)
     return private_counts(x, grid, **arguments).quantiles(levels)
 
 
@@ -182,10 +95,10 @@ def private_bounds(
     range: tuple[Any, Any] | None = None,
     cells: int = 64,
     tail: float = 0.005,
-    beta: float = 1e-3,
+    beta: float = 0.1,
     **arguments: Any,
-) -> list[tuple[float, float]]:
-    """Return private bounds (lowest, highest) of every column.
+) -> Bounds:
+    """Return private bounds of every column: the lower ones, and the upper ones.
 
     **Guarantee.** That of `private_counts`: one release, and post-processing. A table that is too
     small for the noise is refused before anything is spent.
@@ -195,25 +108,23 @@ def private_bounds(
         range: public (lowest, highest) that values can have at all, numbers or one per column; by
             default a grid of powers of ten up to 1e9 on both sides.
         cells: number of cells that the range is cut into.
-        tail: share of the values that may lie outside on either side.
-        beta: probability that noise widens a bound to a cell without values, for one column.
+        tail: share of the values that a cell beyond the bounds may hold.
+        beta: probability that noise widens the bounds of a column.
         **arguments: plan or noise_multiplier, ledger, noise and label, as in `private_counts`.
     """
-    _check_rule(tail, beta)
+    check_rule(tail, beta)
     x = _matrix(x)
     n, columns = _size(x, arguments.get("plan"), arguments.get("ledger")), x.shape[1]
     grid = signed_log_grid() if range is None else _even(range, cells, columns)
     sigma = _sigma(arguments.get("plan"), arguments.get("noise_multiplier"), n)
-    margins = _margins(np.shape(grid)[-1] - 1, beta, sigma * math.sqrt(columns))
-    needed = margins[max(margins)] + tail * n
+    needed = CERTAIN * sigma * math.sqrt(columns)
     if needed > n / 2:
         raise ValueError(
             f"n={n}: too few records for private bounds of {columns} columns at noise multiplier "
             f"{sigma:.3g}: noise alone makes up to {needed:.0f} of them; state public bounds, or "
             f"give statistics a larger share of the budget"
         )
-    low, high = private_counts(x, grid, **arguments).bounds(tail, beta)
-    return [(float(a), float(b)) for a, b in zip(low, high, strict=True)]
+    return private_counts(x, grid, **arguments).bounds(tail, beta)
 
 
 def signed_log_grid(
@@ -366,18 +277,6 @@ def _even(range: tuple[Any, Any], cells: int, columns: int) -> np.ndarray:
     return np.linspace(low, high, cells + 1, axis=1)
 
 
-def _levels(q: Any) -> np.ndarray:
-    levels = np.atleast_1d(np.asarray(q, dtype=np.float64))
-    if not ((levels >= 0) & (levels <= 1)).all():
-        raise ValueError(f"q={quoted(q)}: must lie in [0, 1]")
-    return levels
-
-
-def _check_rule(tail: float, beta: float) -> None:
-    if not 0 <= tail < 0.5 or not 0 < beta < 1:
-        raise ValueError(f"tail={tail}, beta={beta}: must lie in [0, 0.5) and (0, 1)")
-
-
 def _sigma(plan: Plan | None, noise_multiplier: float | None, n: int) -> float:
     if (plan is None) == (noise_multiplier is None):
         raise ValueError("plan, noise_multiplier: give one of the two; see dpbnn.data.share")
@@ -389,31 +288,3 @@ def _sigma(plan: Plan | None, noise_multiplier: float | None, n: int) -> float:
             f"records need dpbnn.plan(sampling='full-batch', steps=1, n={n}, ...)"
         )
     return plan.noise_multiplier
-
-
-def _margins(cells: int, beta: float, noise_std: float) -> dict[int, float]:
-    """Return bounds on all sums of w neighbouring empty cells that hold with prob. 1 - beta/2."""
-    from scipy.stats import norm
-
-    widths = [2**k for k in range(cells.bit_length())]
-    z = float(norm.isf(beta / (2 * cells * len(widths))))
-    return {width: z * noise_std * math.sqrt(width) for width in widths}
-
-
-def _project(counts: np.ndarray, n: int) -> np.ndarray:
-    """Return max(counts - t, 0) with the smallest t >= 0 for which the sum is at most n."""
-    if np.maximum(counts, 0).sum() <= n:
-        return np.maximum(counts, 0)
-    falling = np.sort(counts)[::-1]
-    thresholds = (np.cumsum(falling) - n) / np.arange(1, len(counts) + 1)
-    return np.maximum(counts - thresholds[np.flatnonzero(falling > thresholds)[-1]], 0)
-
-
-def _quantiles(levels: np.ndarray, mass: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    total = np.cumsum(mass)
-    if total[-1] <= 0:
-        return np.full(len(levels), (edges[0] + edges[-1]) / 2)
-    wanted = np.clip(levels, 1e-12, 1) * total[-1]
-    cell = np.minimum(np.searchsorted(total, wanted * (1 - 1e-12)), len(mass) - 1)
-    inside = np.clip((wanted - (total - mass)[cell]) / np.maximum(mass[cell], 1e-300), 0, 1)
-    return np.asarray(edges[cell] + inside * (edges[cell + 1] - edges[cell]))

@@ -5,22 +5,31 @@ A table never changes its values; errors quote no cell.
 
 from __future__ import annotations
 
+import datetime
 import decimal
 import math
 import numbers as abstract
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 
-from dpbnn.messages import unquoted
-
 MISSING = frozenset({"", "?", "NA", "N/A", "NaN", "nan", "null", "NULL"})
 """Texts that stand for a missing value, unless a schema declares them as a category."""
-Held = np.ndarray | list[str] | pa.Array
-"""A column as a table holds it; text files are held as Arrow strings."""
+Held = np.ndarray | list[str] | pa.Array | pa.ChunkedArray
+"""Values of a column; text of files and frames is held as Arrow strings."""
+
+
+class Stored(Protocol):
+    """A column that is read when its values are used; slices are not read either."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: slice) -> Stored: ...
+
+    def read(self) -> Held:
+        """Return the values."""
 
 
 class TableError(ValueError):
@@ -39,7 +48,8 @@ class Table(Mapping[str, np.ndarray]):
     that the type of a column does not depend on its values.
 
     Args:
-        columns: arrays of numbers; arrays, lists or Arrow arrays of text; None only in arrays.
+        columns: arrays of numbers; arrays, lists or Arrow arrays of text; or columns that are still
+            in a file.
         source: what errors call the table.
         lines: for every row its line in the file, if it came from a text file.
         missing: texts that stand for a missing value.
@@ -49,7 +59,7 @@ class Table(Mapping[str, np.ndarray]):
 
     def __init__(
         self,
-        columns: Mapping[str, Held],
+        columns: Mapping[str, Held | Stored],
         *,
         source: str = "the table",
         lines: Sequence[int] | np.ndarray | None = None,
@@ -98,13 +108,19 @@ class Table(Mapping[str, np.ndarray]):
         values = self.column(name)
         return values if isinstance(values, np.ndarray) else np.array(_list(values), dtype=object)
 
-    def column(self, name: str) -> Held:
-        """Return a column as it is held, without copying."""
+    def column(self, name: str, rows: slice | None = None) -> Held:
+        """Return the values of a column as they are held, without copying, or read from a file.
+
+        Args:
+            name: of the column.
+            rows: which of them; all by default.
+        """
         if name not in self._columns:
             raise TableError(
                 f"{self.source}: has no column {name!r}, but {self.listed()}; correct the name"
             )
-        return self._columns[name]
+        values = self._columns[name] if rows is None else self._columns[name][rows]
+        return values.read() if hasattr(values, "read") else values
 
     def listed(self, names: Sequence[str] | None = None, *, show: bool = False) -> str:
         """Return column names for a message, or their number where they may be a record.
@@ -119,7 +135,7 @@ class Table(Mapping[str, np.ndarray]):
         return f"{len(some)} column{'s' * (len(some) != 1)} that the first line names"
 
     def rows(self, start: int, stop: int) -> Table:
-        """Return a range of rows, arrays without copying."""
+        """Return a range of rows, without copying or reading anything."""
         start, stop, _ = slice(start, stop).indices(self.n)
         if (start, stop) == (0, self.n):
             return self
@@ -129,7 +145,8 @@ class Table(Mapping[str, np.ndarray]):
     def take(self, index: Any) -> Table:
         """Return chosen rows: an array of row numbers or of booleans."""
         index = np.asarray(index)
-        part = {name: self.raw(name)[index] for name in self._columns}
+        index = np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64)
+        part = {name: _taken(self.column(name), index) for name in self._columns}
         return self._like(part, np.asarray(self._places)[index])
 
     def where(self, row: int) -> str:
@@ -146,14 +163,15 @@ def numbers(raw: Held, missing: frozenset[str] = MISSING) -> tuple[np.ndarray, n
     """Return a column as float64 with NaN for missing, and which values are not numbers, if any."""
     if isinstance(raw, np.ndarray) and raw.dtype.kind in "biuf":
         return np.asarray(raw, dtype=np.float64), None
+    if isinstance(raw, pa.ChunkedArray):
+        found = [numbers(chunk, missing) for chunk in raw.chunks] or [numbers([], missing)]
+        bad = [np.zeros(len(own), bool) if bad is None else bad for own, bad in found]
+        worst = np.concatenate(bad)
+        return np.concatenate([own for own, _ in found]), worst if worst.any() else None
     if isinstance(raw, pa.Array):
-        if not any(map(_reads_as_number, missing)):
-            try:
-                values = np.from_dlpack(raw.cast(pa.float64()))
-                if not np.isnan(values).any():  # Arrow reads "nan(x)" too
-                    return values, None
-            except pa.ArrowException:  # a missing value, text, or digits that Arrow does not know
-                pass
+        values = _cast(raw, missing)
+        if values is not None:
+            return values, None
         texts, at = _distinct(raw)
         values, unreadable = numbers(texts, missing)
         return values[at], None if unreadable is None else unreadable[at]
@@ -176,6 +194,8 @@ def codes(
         texts = [cell(value) for value in distinct.tolist()]
         own = np.array([_code(text, categories, missing) for text in texts] or [-1], dtype=np.int64)
         return own[positions]
+    if isinstance(raw, pa.ChunkedArray):
+        return np.concatenate([codes(chunk, categories, missing) for chunk in raw.chunks or [[]]])
     if isinstance(raw, pa.Array):
         own, at = _distinct(raw)
         return codes(own, categories, missing)[at]
@@ -188,99 +208,6 @@ def shown(names: Sequence[str], most: int = 8) -> str:
     """Return a list of names for a message, shortened where it is long."""
     text = ", ".join(repr(name) for name in names[:most])
     return text + (f" and {len(names) - most} more" if len(names) > most else "") or "none"
-
-
-def as_table(
-    values: Any,
-    names: Sequence[str] | None = None,
-    *,
-    source: str | None = None,
-    on_bad_rows: str = "error",
-) -> Table:
-    """Return a table from any supported object.
-
-    Args:
-        values: a table, the path of a file, a pandas or polars DataFrame, a pyarrow Table, a
-            mapping of columns, a structured array, or an array or tensor [rows, columns].
-        names: of the columns of an array; x0, x1, ... by default.
-        source: what errors call the table.
-        on_bad_rows: "error" or "show" refuse a cell that is neither a number nor text; "zero"
-            takes it for text that is not a category.
-    """
-    if isinstance(values, Table):
-        return values
-    if isinstance(values, str | os.PathLike):
-        from dpbnn.data.files import read_table
-
-        return read_table(values, names=names, on_bad_rows=on_bad_rows)
-    source = source or "the table"
-    problem, cure = f"{source}: cannot be turned into columns", "give numbers or text"
-    with unquoted(problem, cure, TableError, let=(TableError,)):
-        columns = _columns(values, names, source, on_bad_rows)
-    return Table(columns, source=source)
-
-
-def _columns(
-    values: Any, names: Sequence[str] | None, source: str, on_bad_rows: str
-) -> dict[str, np.ndarray]:
-    if isinstance(values, Mapping):
-        pairs = [(name, _plain(column)) for name, column in values.items()]
-    elif hasattr(values, "columns") and hasattr(values, "dtypes"):  # pandas, polars
-        own = [str(name) for name in values.columns]
-        unique(own, source)
-        get: Callable[[int], Any] = (
-            (lambda i: values.iloc[:, i]) if hasattr(values, "iloc") else values.to_series
-        )
-        pairs = [(name, _series(get(i))) for i, name in enumerate(own)]
-    elif hasattr(values, "column_names") and hasattr(values, "itercolumns"):  # pyarrow
-        pairs = [
-            (name, _arrow(column))
-            for name, column in zip(values.column_names, values.itercolumns(), strict=True)
-        ]
-        unique([name for name, _ in pairs], source)
-    else:
-        array = _plain(values)
-        if array.dtype.names:
-            pairs = [(name, array[name]) for name in array.dtype.names]
-        elif array.ndim == 2:
-            own = [f"x{i}" for i in range(array.shape[1])] if names is None else list(names)
-            if len(own) != array.shape[1]:
-                raise TableError(
-                    f"{source}: has {array.shape[1]} columns and {len(own)} names were given; "
-                    f"give one name per column"
-                )
-            unique(own, source)
-            pairs = [(name, array[:, i]) for i, name in enumerate(own)]
-        else:
-            raise TableError(
-                f"{source}: has {array.ndim} axes; give an array [rows, columns], a DataFrame or "
-                f"a mapping of columns"
-            )
-    return {str(name): column_of(str(name), cells, source, on_bad_rows) for name, cells in pairs}
-
-
-def column_of(name: str, values: np.ndarray, source: str, on_bad_rows: str = "error") -> np.ndarray:
-    """Return a column as numbers, or as text with None for missing values."""
-    if values.ndim != 1:
-        raise TableError(f"{source}: column {name!r} has {values.ndim} axes; give one value a row")
-    if values.dtype.kind in "biuf":
-        return values
-    if values.dtype.kind in "OUST":
-        kinds: set[str] = set()
-        texts = [_cell(value, kinds) for value in values.tolist()]
-        if kinds and on_bad_rows != "zero":
-            raise TableError(
-                f"{source}: column {name!r} holds values of type {', '.join(sorted(kinds))}; give "
-                f"numbers or text"
-            )
-        return np.array(texts, dtype=object)
-    kind = {"M": "dates", "m": "time spans", "c": "complex numbers"}.get(
-        values.dtype.kind, str(values.dtype)
-    )
-    raise TableError(
-        f"{source}: column {name!r} holds {kind}; turn them into numbers, such as days since a "
-        f"fixed date"
-    )
 
 
 def unique(names: Sequence[str], source: str, *, named: bool = True) -> None:
@@ -299,7 +226,7 @@ def unique(names: Sequence[str], source: str, *, named: bool = True) -> None:
 
 def cell(value: Any) -> str | None:
     """Return one value as text, or None where it is missing."""
-    if value is None:
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return None
     if isinstance(value, str):
         return value.strip()
@@ -316,18 +243,9 @@ def cell(value: Any) -> str | None:
             number = math.inf
         whole = number == int(number) if abs(number) < 2**53 else False
         return str(int(number)) if whole else repr(number)
-    if type(value).__name__ in ("NAType", "NaTType"):
-        return None
+    if isinstance(value, datetime.date):
+        return value.isoformat()
     raise TypeError(f"values of type {type(value).__name__}")
-
-
-def _cell(value: Any, kinds: set[str]) -> str | None:
-    """Return one value as text; for another type, add it to `kinds` and return a mark."""
-    try:
-        return cell(value)
-    except Exception:  # another type, or an error of its own methods
-        kinds.add(type(value).__name__)
-        return "\ufffd"
 
 
 def _number(value: str | None) -> float | None:
@@ -346,17 +264,61 @@ def _reads_as_number(text: str) -> bool:
     return number is not None and not math.isnan(number)
 
 
-def _distinct(texts: pa.Array) -> tuple[list[str], np.ndarray]:
-    """Return the distinct texts, and for every row which of them it holds.
+def _cast(texts: pa.Array, missing: frozenset[str]) -> np.ndarray | None:
+    """Return texts as numbers by Arrow, or None where Python must read them.
 
-    `to_numpy` in place of DLPack would import pandas where it is installed.
+    Arrow does not know all digits that Python knows, and reads "nan(x)". `to_numpy` in place of
+    DLPack would import pandas where it is installed.
     """
-    coded = texts.dictionary_encode()
+    import pyarrow.compute as pc  # slow to import
+
+    if not texts.null_count and not any(map(_reads_as_number, missing)):
+        try:
+            values = np.from_dlpack(texts.cast(pa.float64()))
+            return None if np.isnan(values).any() else values
+        except pa.ArrowException:  # a missing value, perhaps
+            pass
+    known = pc.is_in(texts, value_set=strings(missing))
+    try:
+        found = pc.if_else(known, pa.scalar(None, texts.type), texts).cast(pa.float64())
+    except pa.ArrowException:
+        return None
+    values = np.from_dlpack(pc.fill_null(found, math.nan))
+    return None if np.isnan(values).sum() != found.null_count else values
+
+
+def _distinct(texts: pa.Array) -> tuple[list[str | None], np.ndarray]:
+    """Return the distinct texts, and for every row which of them it holds."""
+    coded = texts.dictionary_encode("encode")
     return coded.dictionary.to_pylist(), np.from_dlpack(coded.indices)
 
 
+def distinct_texts(raw: Held) -> set[str | None]:
+    """Return the different texts of a column."""
+    if isinstance(raw, pa.ChunkedArray):
+        return {text for chunk in raw.chunks for text in _distinct(chunk)[0]}
+    return set(_distinct(raw)[0] if isinstance(raw, pa.Array) else _list(raw))
+
+
+def _taken(raw: Held, index: np.ndarray) -> Held:
+    if isinstance(raw, pa.Array | pa.ChunkedArray):
+        whole = np.where(index < 0, index + len(raw), index)
+        return raw.take(pa.Array.from_buffers(pa.int64(), len(whole), [None, pa.py_buffer(whole)]))
+    return np.asarray(raw, dtype=object)[index] if isinstance(raw, list) else raw[index]
+
+
 def _list(raw: Held) -> list[Any]:
+    if isinstance(raw, pa.Array | pa.ChunkedArray):
+        return raw.to_pylist()
     return raw if isinstance(raw, list) else raw.tolist()
+
+
+def strings(texts: Iterable[str]) -> pa.Array:
+    """Return texts as an Arrow array; `pa.array` would import pandas where it is installed."""
+    data = [text.encode() for text in texts]
+    ends = np.cumsum([0, *map(len, data)], dtype=np.int32)
+    buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(data))]
+    return pa.Array.from_buffers(pa.string(), len(data), buffers)
 
 
 def _text(raw: Held, missing: frozenset[str]) -> np.ndarray:
@@ -381,45 +343,3 @@ def _spellings(text: str) -> tuple[str, ...]:
     if number is None or not math.isfinite(number):
         return ()
     return (cell(number) or text,)
-
-
-def _plain(values: Any) -> np.ndarray:
-    """Return an array from an array, a tensor, a series or a list."""
-    if isinstance(values, np.ndarray):
-        return values
-    if hasattr(values, "isna") or hasattr(values, "is_null"):
-        return _series(values)
-    if hasattr(values, "detach"):
-        return np.asarray(values.detach().cpu().numpy())
-    try:
-        array = np.asarray(values)
-    except ValueError:  # rows of different lengths
-        array = np.empty(len(values), dtype=object)
-        for i, value in enumerate(values):
-            array[i] = value
-    if array.dtype.kind in "US" and array.ndim == 1:  # NumPy turned numbers into text
-        array = np.array(list(values), dtype=object)
-    return array
-
-
-def _series(series: Any) -> np.ndarray:
-    """Return a pandas or polars series as an array, missing values as None or NaN."""
-    if hasattr(series, "isna"):
-        absent = np.asarray(series.isna(), dtype=bool)
-        if getattr(series.dtype, "kind", "O") in "iuf" and absent.any():
-            return np.asarray(series.to_numpy(dtype=np.float64, na_value=np.nan))
-        values = np.asarray(series.to_numpy())
-        if absent.any():
-            values = values.astype(object)
-            values[absent] = None
-        return values
-    return np.asarray(series.to_numpy())
-
-
-def _arrow(column: Any) -> np.ndarray:
-    """Return a pyarrow column as an array, missing values as None or NaN."""
-    try:
-        return np.asarray(column.to_numpy())
-    except UnicodeDecodeError:
-        pass
-    return np.asarray(column.cast("binary").to_numpy())  # texts that are not UTF-8

@@ -397,7 +397,7 @@ class PrivateBayes(BaseEstimator):
             found = private_bounds(
                 X.astype(np.float64), plan=statistics, ledger=ledger, label="private bounds"
             )
-            return Scaling(*np.array(found).T)
+            return Scaling(*found)
         if self.bounds is None or isinstance(self.bounds, str):
             return Scaling.learned(X)
         return parsed_bounds(self.bounds, X.shape[1], getattr(self, "feature_names_in_", None))

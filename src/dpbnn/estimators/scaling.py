@@ -14,6 +14,7 @@ from sklearn.utils import check_array
 from sklearn.utils.validation import check_consistent_length, column_or_1d, validate_data
 
 from dpbnn.data.standardising import Standardisation
+from dpbnn.data.statistics import Bounds
 from dpbnn.messages import SHOWN, alone, as_numbers, kind_of
 from dpbnn.privacy.checks import quoted
 
@@ -247,8 +248,9 @@ def parsed_bounds(
     """Return the scaling for a user's bounds.
 
     Args:
-        bounds: (low, high), each a number or one per column; or a mapping from every column's name
-            to its (low, high).
+        bounds: (low, high), each a number or one per column; one (low, high) for every column; or a
+            mapping from every column's name to its (low, high). Two pairs for two columns can be
+            read in two ways and are refused, unless they are `dpbnn.data.Bounds`.
         features: number of columns; None for a single column.
         names: names of the columns, where they have names.
         argument: what the bounds are called in errors.
@@ -265,10 +267,16 @@ def parsed_bounds(
                 f"{argument}: column {missing[0]!r} has none ({len(missing)} of {len(names)} "
                 f"columns lack them); add {missing[0]!r}: (low, high) from public knowledge"
             )
+        unknown = [name for name in bounds if name not in set(names)]
+        if unknown:
+            raise ValueError(
+                f"{argument}: {quoted(unknown[0])} is no column of the data; correct the name, or "
+                f"take it out"
+            )
         rows = [_pair(bounds[name], f"{argument}[{name!r}]") for name in names]
         low, high = (np.array([float(row[i]) for row in rows]) for i in (0, 1))
     else:
-        low, high = (np.asarray(as_array(end), dtype=np.float64) for end in _pair(bounds, argument))
+        low, high = _ends(bounds, features, argument)
     if features is not None:
         for end in (low, high):
             if end.shape not in ((), (1,), (features,)):
@@ -282,6 +290,26 @@ def parsed_bounds(
     if not (np.isfinite(low).all() and np.isfinite(high).all() and (low <= high).all()):
         raise ValueError(f"{argument}: must be finite, and low <= high in every column")
     return Scaling(low.reshape(-1 if features is not None else ()).copy(), high.copy())
+
+
+def _ends(bounds: Any, features: int | None, argument: str) -> list[np.ndarray]:
+    """Return the lower and the upper bounds, which may be given as one pair for every column."""
+    try:
+        pairs = np.asarray(as_array(bounds), dtype=np.float64)
+    except (TypeError, ValueError):  # ends of different lengths
+        pairs = np.empty(0)
+    by_column = features is not None and pairs.shape == (features, 2)
+    if isinstance(bounds, Bounds) or not by_column:
+        return [np.asarray(as_array(end), dtype=np.float64) for end in _pair(bounds, argument)]
+    if features == 2:
+        one, other = ((ends[0] <= ends[1]).all() for ends in (pairs, pairs.T))
+        if one and other and (pairs != pairs.T).any():
+            raise ValueError(
+                f"{argument}: two pairs for two columns can be (lows, highs) or one (low, high) "
+                f"per column; pass dpbnn.data.Bounds(low=[...], high=[...])"
+            )
+        return [*(pairs if one else pairs.T)]
+    return [*pairs.T]
 
 
 def _pair(bounds: Any, argument: str) -> tuple[Any, Any]:
