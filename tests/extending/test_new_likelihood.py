@@ -146,9 +146,7 @@ def test_a_subclass_is_tried_on_every_row():
 def test_a_name_is_given_once():
     with pytest.raises(TypeError, match=r"is the name of toy_likelihood\.ToyCounts already"):
         type("ToyCounts", (LikelihoodBase,), {"log_prob": None})
-    with pytest.raises(
-        TypeError, match=r"gaussian: is the name of dpbnn\.likelihoods\."
-    ):
+    with pytest.raises(TypeError, match=r"gaussian: is the name of dpbnn\.likelihoods\."):
 
         class Other(LikelihoodBase, name="gaussian"):
             pass

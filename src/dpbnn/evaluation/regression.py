@@ -214,7 +214,7 @@ def _ranked_scores(predictive: CountPredictive, y: Floats) -> Floats:
             first = count if step == 0 else first
             cdf = cdf + p
             last = torch.where(inside, count, last)
-            total = total + torch.where(inside, (cdf - (own <= count)).square(), 0.0)
+            total = total + torch.where(inside, (cdf - (own <= count).to(cdf)).square(), 0.0)
         parts.append(total + (first - own).clamp(min=0) + (own - 1 - last).clamp(min=0))
     return array(torch.cat(parts), "y").reshape(y.shape)
 
