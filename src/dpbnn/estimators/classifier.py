@@ -38,9 +38,8 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
             so that wide bounds do little harm.
         classes: all labels that can occur, from public knowledge.
         class_weight: public weight of labels, such as {"ill": 5.0}; 1 for those left out. A record
-            counts in training by the weight of its label, divided by the largest: no gradient
-            becomes longer, so that the clip does not undo the weights. Predictions are corrected
-            for them: they are probabilities in the population, as without weights.
+            counts in training by the weight of its label; only ratios matter. Predictions are
+            corrected for the weights: they are probabilities in the population, as without.
         hidden: widths of the hidden layers.
         prior: of the weights; N(0, 1) by default.
         batch_size: expected batch size; by default all rows up to 2048 of them, 1024 beyond.
@@ -215,12 +214,12 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
                 f"class_weight: must map labels among classes={known} to weights, as in "
                 f"class_weight={{{known[-1]!r}: 5.0}}"
             )
-        if self._recipe(len(known))[0].method.noise_aware:
+        recipe = self._recipe(len(known))[0]
+        if recipe.method.noise_aware:
             raise ValueError(
                 "class_weight: is not for methods that model the noise; pass method='sgd', say"
             )
-        found = checked_weights(given.get(label, 1.0) for label in known)
-        return None if found is None else tuple(weight / max(found) for weight in found)
+        return recipe.weights(checked_weights(given.get(label, 1.0) for label in known))
 
     def numbers(self, y: Any) -> np.ndarray:
         """Return the position of every label among the classes, -1 where it is none of them."""

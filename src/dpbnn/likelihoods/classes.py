@@ -21,10 +21,8 @@ from dpbnn.predictive import ClassPredictive, OrdinalPredictive, Predictive
 _GAP = 1e-6  # smallest distance of two cut points, so that no class has probability 0
 
 
-def checked_weights(weights: object) -> tuple[float, ...] | None:
-    """Return class weights as a tuple of positive numbers, or None."""
-    if weights is None:
-        return None
+def checked_weights(weights: object) -> tuple[float, ...]:
+    """Return class weights as a tuple of positive numbers."""
     if isinstance(weights, str):
         raise ValueError(
             f"weights={weights!r}: weights that are computed from the labels would make every "
@@ -56,7 +54,8 @@ class Categorical(LikelihoodBase, name="categorical"):
     never_raises = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "weights", checked_weights(self.weights))
+        if self.weights is not None:
+            object.__setattr__(self, "weights", checked_weights(self.weights))
 
     def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return w_y log p(y_i | outputs_i), one number per example."""
@@ -114,7 +113,8 @@ class Bernoulli(LikelihoodBase, name="bernoulli"):
     never_raises = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "weights", checked_weights(self.weights))
+        if self.weights is not None:
+            object.__setattr__(self, "weights", checked_weights(self.weights))
         if self.weights is not None and len(self.weights) != 2:
             raise ValueError(f"weights: {len(self.weights)}; give two, of 0 and of 1.")
 
@@ -174,7 +174,8 @@ class Ordinal(LikelihoodBase, name="ordinal"):
     never_raises = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "weights", checked_weights(self.weights))
+        if self.weights is not None:
+            object.__setattr__(self, "weights", checked_weights(self.weights))
 
     def log_probabilities(self, outputs: Tensor) -> Tensor:
         """Return log P(y = k | outputs) of all classes, [..., K].
