@@ -12,13 +12,13 @@ from scipy import stats
 from dpbnn.predictive import ClassPredictive, CountPredictive, OrdinalPredictive, RealPredictive
 
 
-def counts(samples=7, shape=(5,), seed=0, most=None):
+def counts(samples=7, shape=(5,), seed=0, bounds=None):
     g = torch.Generator().manual_seed(seed)
-    return CountPredictive(1.5 * torch.randn(samples, *shape, generator=g) + 1, most)
+    return CountPredictive(1.5 * torch.randn(samples, *shape, generator=g) + 1, bounds)
 
 
 def pmf(pred, i, upto=400):
-    rates = pred.rates[:, i].numpy()
+    rates = pred.means[:, i].numpy()
     return stats.poisson.pmf(np.arange(upto)[:, None], rates).mean(1)
 
 
@@ -68,12 +68,12 @@ class TestCounts:
     def test_log_prob_is_joint_over_targets_and_refuses_what_is_no_count(self):
         pred = counts(shape=(4, 2))
         y = torch.tensor([[0, 3], [1, 2], [7, 0], [0, 0]])
-        parts = stats.poisson.logpmf(y.numpy(), pred.rates.numpy()).sum(-1)
+        parts = stats.poisson.logpmf(y.numpy(), pred.means.numpy()).sum(-1)
         expected = np.log(np.exp(parts).mean(0))
         np.testing.assert_allclose(pred.log_prob(y), expected)
         np.testing.assert_allclose(
             pred.target(1).log_prob(y[:, 1]),
-            np.log(stats.poisson.pmf(y[:, 1].numpy(), pred.rates[..., 1].numpy()).mean(0)),
+            np.log(stats.poisson.pmf(y[:, 1].numpy(), pred.means[..., 1].numpy()).mean(0)),
         )
         for wrong in (-1.0, 0.5, math.inf, math.nan):
             with pytest.raises(ValueError, match="1 targets are no counts"):
@@ -81,9 +81,9 @@ class TestCounts:
         with pytest.raises(ValueError, match="shape"):
             pred.log_prob(torch.zeros(3))
 
-    def test_nothing_leaves_the_public_bound(self):
-        pred = counts(shape=(50,), most=4.0, seed=3)
-        assert pred.rates.max() > 10
+    def test_nothing_leaves_the_public_bounds(self):
+        pred = counts(shape=(50,), bounds=(0.0, 4.0), seed=3)
+        assert pred.means.max() > 10
         low, high = pred.interval(0.99)
         for values in (pred.mean, high, pred.samples(50)):
             assert values.max() == 4

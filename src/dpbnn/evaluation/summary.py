@@ -330,7 +330,7 @@ def _spread_histogram(below: Floats, upto: Floats) -> Histogram:
         return found
     low, high = below[~point, None], upto[~point, None]
     share = np.clip((found.edges - low) / (high - low), 0, 1).sum(0)
-    return Histogram(found.edges, found.counts + np.diff(share))
+    return Histogram(found.edges, np.round(found.counts + np.diff(share), 1))
 
 
 def _histogram(values: Floats) -> Histogram:

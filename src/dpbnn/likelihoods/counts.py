@@ -59,7 +59,7 @@ class Poisson(LikelihoodBase, name="poisson"):
         log_rate = self.log_rate(outputs.double())
         if log_rate.dim() == 3 and log_rate.shape[-1] == 1:
             log_rate = log_rate[..., 0]
-        return CountPredictive(log_rate, self.most)
+        return CountPredictive(log_rate, (0.0, self.most))
 
     def wrong(self, y: Tensor, outputs: Tensor) -> Tensor:
         """Return which targets are no counts, or larger than any can be."""

@@ -34,7 +34,7 @@ class Weighted(LikelihoodBase, name="weighted"):
     most: float = 100.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.of, LikelihoodBase):
+        if not isinstance(self.of, LikelihoodBase) or isinstance(self.of, Weighted):
             raise TypeError(
                 "of: must be a likelihood such as dpbnn.likelihoods.Categorical(); pass an object."
             )

@@ -32,28 +32,28 @@ class CountPredictive(Predictive):
     intervals, mode and entropy are those of each output by itself.
 
     Counts are whole numbers, so an interval of probability 0.9 holds at least 0.9, and often more.
-    Mean, mode, quantiles, intervals and draws are clipped to the public bound of the counts, if
-    there is one. Probabilities, variances and entropy stay those of the mixture.
+    Mean, mode, quantiles, intervals and draws are clipped to public bounds of the counts, if
+    there are any. Probabilities, variances and entropy stay those of the mixture.
 
     Args:
         log_rates: logarithms of the rates of every posterior sample, [S, N] or [S, N, D].
-        most: largest count, from public knowledge; None for no bound.
+        bounds: (low, high), public range of the counts; None for no bounds.
     """
 
-    def __init__(self, log_rates: Tensor, most: float | None = None) -> None:
-        self.log_rates, self.most = checked(log_rates, "log_rates", 2).double(), most
+    def __init__(self, log_rates: Tensor, bounds: tuple[float, float] | None = None) -> None:
+        self.log_rates, self.bounds = checked(log_rates, "log_rates", 2).double(), bounds
         if (self.log_rates > 700).any():
             raise ValueError("log_rates must be at most 700; check the inputs and the weights.")
 
     @property
-    def rates(self) -> Tensor:
-        """Rates of every posterior sample, shaped like the logarithms."""
+    def means(self) -> Tensor:
+        """Rates r_s, the means of every posterior sample, shaped like the logarithms."""
         return self.log_rates.exp()
 
     @cached_property
     def mean(self) -> Tensor:
-        """Predictive mean 1/S sum_s r_s, inside the bound."""
-        return self._inside(self.rates.mean(0))
+        """Predictive mean 1/S sum_s r_s, inside the bounds."""
+        return self._inside(self.means.mean(0))
 
     @property
     def variance(self) -> Tensor:
@@ -63,12 +63,12 @@ class CountPredictive(Predictive):
     @cached_property
     def epistemic(self) -> Tensor:
         """Variance over posterior samples of the rate, Var_s[r_s]."""
-        return self.rates.var(0, correction=0)
+        return self.means.var(0, correction=0)
 
     @cached_property
     def aleatoric(self) -> Tensor:
         """Mean variance of a count given its rate, mean_s[r_s]."""
-        return self.rates.mean(0)
+        return self.means.mean(0)
 
     @cached_property
     def mode(self) -> Tensor:
@@ -82,7 +82,7 @@ class CountPredictive(Predictive):
 
     def cdf(self, y: Tensor) -> Tensor:
         """Return P(count <= y), shaped like the mean; 0 below 0."""
-        return _cdf(self._targets(y), self.rates)
+        return _cdf(self._targets(y), self.means)
 
     def quantile(self, q: float) -> Tensor:
         """Return the smallest count k with P(count <= k) >= q."""
@@ -103,7 +103,7 @@ class CountPredictive(Predictive):
     def samples(self, k: int, generator: torch.Generator | None = None) -> Tensor:
         """Return k draws of the count for every input, [k, N] or [k, N, D]."""
         picked = pick(len(self.log_rates), k, generator, self.log_rates.device)
-        return self._inside(torch.poisson(self.rates[picked], generator=generator))
+        return self._inside(torch.poisson(self.means[picked], generator=generator))
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return log 1/S sum_s prod_d Poisson(y_id; r_sid), [N]: of all counts of an example."""
@@ -119,11 +119,11 @@ class CountPredictive(Predictive):
     def take(self, rows: Any) -> CountPredictive:
         """Return the prediction of some inputs, by their positions."""
         index = torch.as_tensor(rows, device=self.log_rates.device)
-        return CountPredictive(self.log_rates[:, index], self.most)
+        return CountPredictive(self.log_rates[:, index], self.bounds)
 
     def target(self, position: int) -> CountPredictive:
         """Return the prediction of one of several targets by itself."""
-        return CountPredictive(self.log_rates[..., position], self.most)
+        return CountPredictive(self.log_rates[..., position], self.bounds)
 
     def _targets(self, y: Tensor) -> Tensor:
         y = torch.as_tensor(y, dtype=torch.float64, device=self.log_rates.device)
@@ -134,7 +134,7 @@ class CountPredictive(Predictive):
         return y.reshape(self.mean.shape)
 
     def _inside(self, values: Tensor) -> Tensor:
-        return values if self.most is None else values.clamp(max=self.most)
+        return values if self.bounds is None else values.clamp(*self.bounds)
 
     def _per_output(self, compute: Callable[[Tensor], Tensor]) -> Tensor:
         """Return compute(log_rates [S, n]) -> [n] over all outputs, in blocks."""
