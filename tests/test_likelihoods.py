@@ -228,7 +228,9 @@ def test_they_train_save_load_and_refuse_bad_rows(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", list(CASES))
-@pytest.mark.parametrize("method", [dpbnn.SGD(clip=0.5), dpbnn.SGLD(learning_rate=1e-3, keep=3)])
+@pytest.mark.parametrize(
+    "method", [dpbnn.SGD(clip=0.5), dpbnn.SGLD(learning_rate=1e-3, keep=3), dpbnn.VI()]
+)
 def test_replay_of_a_record_stays_within_the_clip(name, method):
     """A record with a large input and any target or weight moves the sum by the clip at most."""
     likely, outputs, (x, y), _ = table(name)
