@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpbnn.predictive import ClassPredictive, CountPredictive, OrdinalPredictive, RealPredictive
+from dpbnn.predictive import ClassPredictive, CountPredictive, OrdinalPredictive
 
 
 def counts(samples=7, shape=(5,), seed=0, bounds=None):
@@ -138,11 +138,3 @@ class TestOrdered:
         torch.testing.assert_close(part.mean, pred.mean[[3, 1]])
         several = ClassPredictive.from_logits(torch.randn(4, 6, 3, 2))
         torch.testing.assert_close(several.target(2).mean, several.mean[:, 2])
-
-
-def test_the_distribution_function_of_real_targets():
-    pred = RealPredictive(torch.randn(5, 3, 2), torch.rand(5, 3, 2) + 0.1)
-    y = torch.randn(3, 2)
-    expected = stats.norm.cdf(y, pred.means, pred.variances.sqrt()).mean(0)
-    np.testing.assert_allclose(pred.cdf(y), expected, rtol=1e-5)
-    assert torch.equal(pred.target(1).means, pred.means[..., 1])

@@ -206,7 +206,8 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
             raise ValueError(
                 f"class_weight={given!r}: weights computed from the labels would depend on all "
                 f"records at once, which epsilon does not cover; give public weights, as in "
-                f"class_weight={{{self.classes_.tolist()[-1]!r}: 5.0}}"
+                f"class_weight={{{self.classes_.tolist()[-1]!r}: 5.0}}, or weights that follow "
+                f"from a release of dpbnn.data.private_counts"
             )
         known = self.classes_.tolist()
         if not isinstance(given, Mapping) or not all(label in known for label in given):

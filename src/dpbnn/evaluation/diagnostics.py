@@ -26,7 +26,7 @@ _CELLS = 1 << 21  # numbers in a temporary array
 _WARM = 0.1  # difference in temperature that is worth a warning
 _HOT = ": batches add noise of their own; use larger ones, or a smaller learning rate"
 _RHAT, _ESS = 1.01, 100  # limits of Vehtari et al.; the ESS per chain
-_MIXED = (1.1, 50)  # median R-hat and bulk ESS up to which networks are read as one training path
+_MIXED = (1.1, 50)  # largest median R-hat, and smallest median bulk ESS, of chains that have mixed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,8 +95,10 @@ class Diagnostics:
             "and prediction sets hold for it as it is.",
             "Their spread is less than that of the posterior, most of all far from the data. Do "
             "not read epistemic uncertainty or bands as the width of the posterior.",
-            "Epsilon does not depend on mixing. At a given epsilon a chain that mixes has to clip "
-            "harder, and predicted worse where it was tried.",
+            "A longer chain would be worth more."
+            if self.clip is None or not math.isfinite(self.clip)
+            else "Epsilon does not depend on mixing. At a given epsilon a chain that mixes has to "
+            "clip harder, and predicted worse where it was tried.",
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -133,12 +133,6 @@ class RealPredictive(Predictive):
         """Return the prediction of one of several targets by itself."""
         return RealPredictive(self.means[..., position], self.variances[..., position], self.bounds)
 
-    def cdf(self, y: Tensor) -> Tensor:
-        """Return P(target <= y) of each output, shaped like the mean."""
-        y = torch.as_tensor(y, device=self.means.device).double().reshape(self.mean.shape)
-        z = (y - self.means.double()) / self.variances.double().sqrt()
-        return torch.special.ndtr(z).mean(0)
-
     def _inside(self, values: Tensor) -> Tensor:
         return values if self.bounds is None else values.clamp(*self.bounds)
 
