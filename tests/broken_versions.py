@@ -405,6 +405,16 @@ def the_likelihood_looks_at_the_batch(patch: Patch) -> None:
     around(patch, Categorical, "log_prob", log_prob)
 
 
+def classes_are_balanced_by_the_batch(patch: Patch) -> None:
+    nothing_is_refused(patch)
+
+    def log_prob(original, self, outputs, y):
+        counts = torch.stack([(y == k).sum() for k in range(outputs.shape[-1])])
+        return original(self, outputs, y) * len(y) / counts[y].clamp(min=1)
+
+    around(patch, Categorical, "log_prob", log_prob)
+
+
 def missing_gradients_are_accepted(patch: Patch) -> None:
     patch.setattr(_Probe, "refuse_missing", lambda self, *args: None)
 

@@ -138,7 +138,7 @@ class TestReal:
 
     def test_blocks_do_not_change_quantiles(self, monkeypatch):
         whole = real(shape=(50,)).quantile(0.2)
-        monkeypatch.setattr("dpbnn.predictive._BLOCK", 20)
+        monkeypatch.setattr("dpbnn.predictive.reals._BLOCK", 20)
         assert torch.allclose(real(shape=(50,)).quantile(0.2), whole, rtol=0, atol=1e-12)
 
     def test_bad_values_are_refused(self):

@@ -646,6 +646,22 @@ def test_item_15_a_changed_example_moves_no_other_examples_share(name):
     torch.testing.assert_close(before[others], after[others], rtol=1e-4, atol=1e-6)
 
 
+@fails_on(15, broken.classes_are_balanced_by_the_batch)
+def test_item_15_a_changed_label_moves_no_other_examples_share():
+    torch.manual_seed(0)
+    model = perceptron().eval()
+
+    def shares(x, y):
+        c = attach(model, Categorical((1.0, 4.0, 0.5)))(x, y)
+        return torch.stack([flat(c.weighted_sum(one)) for one in torch.eye(N)])
+
+    x, y = dataset()
+    before, after = shares(x, y), shares(x, torch.where(torch.arange(N) == 9, (y + 1) % CLASSES, y))
+    others = torch.arange(N) != 9
+    assert not torch.allclose(before[9], after[9], rtol=1e-2)
+    torch.testing.assert_close(before[others], after[others], rtol=1e-4, atol=1e-6)
+
+
 @fails_on(16, broken.frozen_parameters_are_trained_beside_the_gate, name="mlp", optimizer="sgd")
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("name", ["mlp", "conv", "attention"])

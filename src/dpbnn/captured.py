@@ -290,8 +290,9 @@ def own_code(model: nn.Module, likelihood: object) -> str | None:
     A replay moves no version counters, so that what such code writes would go unseen. Layers of
     torch and of this library write to nothing but their running buffers.
     """
-    if not type(likelihood).__module__.startswith("dpbnn."):
-        return type(likelihood).__name__
+    for part in (likelihood, getattr(likelihood, "of", likelihood)):
+        if not type(part).__module__.startswith("dpbnn."):
+            return type(part).__name__
     for module in model.modules():
         theirs = type(module).__module__.startswith("torch.nn.modules.")
         ours = type(module).__module__.startswith("dpbnn.")

@@ -10,7 +10,7 @@ from calibration_cases import classes, reals, trained
 import dpbnn
 from dpbnn import evaluation as ev
 from dpbnn.calibration import RecalibratedPosterior, temperature, tempered
-from dpbnn.predictive import ClassPredictive, RealPredictive
+from dpbnn.predictive import ClassPredictive, CountPredictive, OrdinalPredictive, RealPredictive
 
 
 def contributed(predictive, y, t, influence=0.0):
@@ -309,3 +309,10 @@ def test_the_split_is_a_function_of_public_numbers():
     for n, fraction in ((1, 0.5), (10, 1.0), (10, 0)):
         with pytest.raises(ValueError, match="must"):
             dpbnn.calibration_split(n, fraction)
+
+
+def test_a_temperature_keeps_the_order_of_classes():
+    predictive = OrdinalPredictive.from_logits(torch.randn(3, 4, 5))
+    assert isinstance(tempered(predictive, 2.0), OrdinalPredictive)
+    with pytest.raises(TypeError, match="CountPredictive has no temperature"):
+        tempered(CountPredictive(torch.zeros(2, 3)), 2.0)

@@ -70,7 +70,7 @@ def test_chains_that_have_not_converged_are_flagged(wrong):
         x = x[:1] + np.linspace(0, 2, 2000)[:, None]
     found = ev.chain_diagnostics(x)
     assert found.worst["rhat"] > 1.03
-    assert any("have not mixed" in warning for warning in found.warnings)
+    assert any("have R-hat above 1.01" in warning for warning in found.warnings)
     assert "R-hat" in str(found)
 
 
@@ -163,3 +163,24 @@ def test_the_temperature_is_the_measured_one_and_caveats_are_among_the_warnings(
     asked.settings = {"temperature": 0.5, "chains": 3}
     found = ev.diagnose(asked, torch.randn(4, 3))
     assert found.warnings[-1] == "the chains sample the posterior at temperature 0.5, not 1"
+
+
+def test_words_say_what_the_stored_networks_are():
+    """A chain that has not mixed is a training path; one that has is draws."""
+    mixed = ev.chain_diagnostics(autoregressive(0.3))
+    assert mixed.mixed
+    assert "draws of a chain that has mixed" in mixed.meaning[0]
+    walk = np.random.default_rng(0).normal(size=(1, 100, 20)).cumsum(1)
+    path = ev.chain_diagnostics(walk)
+    assert not path.mixed
+    assert path.median["rhat"] > 1.1
+    assert "The 100 stored networks are points near the end of one training path" in path.meaning[0]
+    assert "They are worth about" in path.meaning[0]
+    assert path.meaning[-1] == "A longer chain would be worth more."
+    clipped = dataclasses.replace(path, clip=1.5)
+    assert clipped.meaning[-1].startswith("Epsilon does not depend on mixing")
+    assert path.to_dict()["meaning"] == list(path.meaning)
+    assert "training path" in str(path)
+    still = ev.chain_diagnostics(np.ones((2, 10, 2)))
+    assert not still.mixed
+    assert "worth" not in still.meaning[0]

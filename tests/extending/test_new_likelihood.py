@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from toy_likelihood import Poisson
+from toy_likelihood import ToyCounts
 
 import dpbnn
 from dpbnn.likelihoods import Categorical, Gaussian, LikelihoodBase, full, likelihood
@@ -46,10 +46,10 @@ def test_it_trains_and_predicts(method):
 
 
 def test_it_is_saved_and_loaded_by_its_name(tmp_path):
-    posterior = fit(counts(), METHODS[1], Poisson(most=5.0), debug_seed=0)
+    posterior = fit(counts(), METHODS[1], ToyCounts(most=5.0), debug_seed=0)
     posterior.save(tmp_path / "saved")
     loaded = dpbnn.load(tmp_path / "saved")
-    assert loaded.likelihood == Poisson(most=5.0)
+    assert loaded.likelihood == ToyCounts(most=5.0)
     x = torch.linspace(-1, 1, 5)[:, None]
     assert torch.equal(loaded.predict(x).mean, posterior.predict(x).mean)
 
@@ -58,7 +58,7 @@ def test_a_program_that_does_not_import_it_is_told(tmp_path):
     fit(counts()).save(tmp_path / "saved")
     code = f"import dpbnn; dpbnn.load({str(tmp_path / 'saved')!r}, **{{}})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "the likelihood 'Poisson' is not one of Categorical, Gaussian" in found.stderr
+    assert "the likelihood 'ToyCounts' is not one of Categorical, Bernoulli" in found.stderr
     assert "load(folder, likelihood=instance)" in found.stderr
     here = Path(__file__).parent
     code = f"import sys; sys.path.append({str(here)!r}); import toy_likelihood; {code}"
@@ -112,7 +112,7 @@ def test_methods_that_quote_the_targets_are_not_heard():
     """What `wrong` raises may hold private values."""
 
     @dataclass(frozen=True)
-    class Chatty(Poisson):
+    class Chatty(ToyCounts):
         def wrong(self, y, outputs):
             raise ValueError(f"what is {y[17].item()}?")
 
@@ -128,13 +128,13 @@ def test_a_subclass_is_tried_on_every_row():
     """It may raise where its parent does not."""
 
     @dataclass(frozen=True)
-    class Strict(Poisson):
+    class Strict(ToyCounts):
         def log_prob(self, outputs, y):
             if (y > 1000).any():
                 raise ValueError("too many")
             return super().log_prob(outputs, y)
 
-    assert Poisson.never_raises
+    assert ToyCounts.never_raises
     assert not Strict.never_raises
     x, y = counts()
     y[17] = 5000.0
@@ -144,9 +144,9 @@ def test_a_subclass_is_tried_on_every_row():
 
 
 def test_a_name_is_given_once():
-    with pytest.raises(TypeError, match=r"is the name of toy_likelihood\.Poisson already"):
-        type("Poisson", (LikelihoodBase,), {"log_prob": None})
-    with pytest.raises(TypeError, match=r"gaussian: is the name of dpbnn\.likelihoods\.Gaussian"):
+    with pytest.raises(TypeError, match=r"is the name of toy_likelihood\.ToyCounts already"):
+        type("ToyCounts", (LikelihoodBase,), {"log_prob": None})
+    with pytest.raises(TypeError, match=r"gaussian: is the name of dpbnn\.likelihoods\."):
 
         class Other(LikelihoodBase, name="gaussian"):
             pass

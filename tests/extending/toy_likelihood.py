@@ -10,7 +10,7 @@ from dpbnn.predictive import Predictive, RealPredictive
 
 
 @dataclass(frozen=True)
-class Poisson(LikelihoodBase, name="toy-counts"):
+class ToyCounts(LikelihoodBase, name="toy-counts"):
     """Counts: log p(y | f) = y f - exp(f) - log y!, with the log-rate f kept in [-most, most].
 
     Args:

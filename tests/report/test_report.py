@@ -435,8 +435,8 @@ class TestParts:
         page = class_page()
         found = text(report.render(page))
         assert f"{page.diagnostics.worst['rhat']:.3f}" in found
-        for warning in page.diagnostics.warnings:
-            assert warning in found
+        for sentence in (*page.diagnostics.meaning, *page.diagnostics.warnings):
+            assert sentence in found
         assert page.diagnostics.warnings
 
     def test_settings_are_grouped_and_short(self):

@@ -161,7 +161,7 @@ def tempered(predictive: Predictive, temperature: float) -> Predictive:
         raise ValueError(f"temperature={temperature}: must be a finite number > 0; 1 changes none")
     if isinstance(predictive, ClassPredictive):
         scaled = predictive.log_probabilities.clamp(min=_LOWEST) / temperature
-        return ClassPredictive.from_logits(scaled)
+        return type(predictive).from_logits(scaled)
     if isinstance(predictive, RealPredictive):
         spread = (predictive.means - predictive.mean) * math.sqrt(temperature)
         return RealPredictive(predictive.mean + spread, predictive.variances * temperature)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,9 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--conformal", type=float, metavar="ALPHA", help="Sets or intervals that miss the "
               "truth with probability ALPHA + 0.01 at most; costs a fifth of epsilon and holds out "
               "a fifth of the rows.")  # fmt: skip
+@click.option("--class-weight", multiple=True, metavar="LABEL=WEIGHT", help="Public weight of the "
+              "records of a class in training, such as ill=5; probabilities are corrected for it. "
+              "May be given several times.")  # fmt: skip
 @training_options
 @click.option("--out", type=_PATH, required=True, help="The run directory to be made.")
 @click.option("--overwrite", is_flag=True, help="Replace a run; the new one continues its ledger.")
@@ -181,7 +184,12 @@ def unfitted(
         "conformal": options.get("conformal"),
     }  # fmt: skip
     if schema.classes is not None:
-        return dpbnn.PrivateBayesClassifier(classes=range(len(schema.classes)), **arguments)
+        weights = _class_weight(options.get("class_weight") or (), schema.classes)
+        return dpbnn.PrivateBayesClassifier(
+            classes=range(len(schema.classes)), class_weight=weights, **arguments
+        )
+    if options.get("class_weight"):
+        raise ValueError("--class-weight: the target is a number and has no classes; leave it out")
     return dpbnn.PrivateBayesRegressor(target_bounds=schema.target.bounds, **arguments)
 
 
@@ -190,8 +198,24 @@ def settings_of(options: dict[str, Any]) -> dict[str, Any]:
     return {
         name: str(value) if isinstance(value, Path) else value
         for name, value in options.items()
-        if value is not None and name not in (*_ABOUT, *_READING)
+        if value not in (None, ()) and name not in (*_ABOUT, *_READING)
     }
+
+
+def _class_weight(texts: Sequence[str], classes: Sequence[Any]) -> dict[int, float] | None:
+    """Return weights by the number of the class; None where there are none."""
+    names = [str(name) for name in classes]
+    found: dict[int, float] = {}
+    for text in texts:
+        label, _, weight = text.rpartition("=")
+        try:
+            found[names.index(label)] = float(weight)
+        except ValueError:
+            raise ValueError(
+                f"--class-weight {text}: must be LABEL=WEIGHT with one of {', '.join(names)}, such "
+                f"as {names[-1]}=5"
+            ) from None
+    return found or None
 
 
 def _recalibrate(text: str | None) -> float | str | None:

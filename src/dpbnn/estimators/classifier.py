@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from sklearn.utils.validation import column_or_1d
 
 from dpbnn.estimators.estimator import PrivateBayes, Target
 from dpbnn.estimators.scaling import as_array, in_a_line
+from dpbnn.likelihoods import Categorical
+from dpbnn.likelihoods.classes import checked_weights
 from dpbnn.messages import SHOWN
 from dpbnn.predictive import Predictive
 from dpbnn.privacy.checks import quoted
@@ -34,6 +37,9 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
             names but "sgld", "sghmc" and "sep", columns are then standardised by a private release,
             so that wide bounds do little harm.
         classes: all labels that can occur, from public knowledge.
+        class_weight: public weight of labels, such as {"ill": 5.0}; 1 for those left out. A record
+            counts in training by the weight of its label; only ratios matter. Predictions are
+            corrected for the weights: they are probabilities in the population, as without.
         hidden: widths of the hidden layers.
         prior: of the weights; N(0, 1) by default.
         batch_size: expected batch size; by default all rows up to 2048 of them, 1024 beyond.
@@ -83,6 +89,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         delta: float | None = None,
         bounds: Any = None,
         classes: Any = None,
+        class_weight: Any = None,
         hidden: Any = (32,),
         prior: Any = None,
         batch_size: float | None = None,
@@ -188,7 +195,32 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
                 f"y: {int(unknown.sum())} labels are none of classes={self.classes_.tolist()}"
                 f"{shown}; add them to classes, correct them, or pass on_bad_rows='zero'"
             )
-        return Target(numbers, len(self.classes_), "categorical")
+        return Target(numbers, len(self.classes_), Categorical(self._weights()))
+
+    def _weights(self) -> tuple[float, ...] | None:
+        """Return the weights of all classes in order; None where there are none."""
+        given = self.class_weight
+        if given is None:
+            return None
+        if isinstance(given, str):
+            raise ValueError(
+                f"class_weight={given!r}: weights computed from the labels would depend on all "
+                f"records at once, which epsilon does not cover; give public weights, as in "
+                f"class_weight={{{self.classes_.tolist()[-1]!r}: 5.0}}, or weights that follow "
+                f"from a release of dpbnn.data.private_counts"
+            )
+        known = self.classes_.tolist()
+        if not isinstance(given, Mapping) or not all(label in known for label in given):
+            raise ValueError(
+                f"class_weight: must map labels among classes={known} to weights, as in "
+                f"class_weight={{{known[-1]!r}: 5.0}}"
+            )
+        recipe = self._recipe(len(known))[0]
+        if recipe.method.noise_aware:
+            raise ValueError(
+                "class_weight: is not for methods that model the noise; pass method='sgd', say"
+            )
+        return recipe.weights(checked_weights(given.get(label, 1.0) for label in known))
 
     def numbers(self, y: Any) -> np.ndarray:
         """Return the position of every label among the classes, -1 where it is none of them."""

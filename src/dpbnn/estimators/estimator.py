@@ -20,7 +20,7 @@ from dpbnn.data.standardising import Standardisation
 from dpbnn.data.statistics import private_bounds
 from dpbnn.estimators import recipes, storage
 from dpbnn.estimators.held_out import BETA, TRAINING, HeldOut
-from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, parsed_bounds, validated
+from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, parsed_bounds, refuse, validated
 from dpbnn.messages import check_on_bad_rows
 from dpbnn.methods.method import Method
 from dpbnn.posteriors import Posterior
@@ -75,7 +75,7 @@ class PrivateBayes(BaseEstimator):
     ) -> Target:
         """Return the targets, standardised where they are numbers; noise begins at `start`."""
 
-    def fit(self, X: Any, y: Any) -> Self:
+    def fit(self, X: Any, y: Any, **given: Any) -> Self:
         """Train on a table of numbers.
 
         **Guarantee.** The fitted estimator and all its predictions are (epsilon, delta)
@@ -86,7 +86,9 @@ class PrivateBayes(BaseEstimator):
         Args:
             X: inputs [rows, columns]: data frame, array or tensor.
             y: targets [rows].
+            **given: nothing else is taken; `sample_weight` is refused with the reason.
         """
+        refuse(given)
         for name in [name for name in vars(self) if name.endswith("_")]:
             delattr(self, name)  # a fit that fails leaves nothing, least of all beside an old one
         self._check_settings()

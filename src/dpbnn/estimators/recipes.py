@@ -115,6 +115,16 @@ class Recipe:
         """Whether clip, learning rate and noise are tied to each other."""
         return issubclass(self.method, Langevin)
 
+    def weights(self, given: tuple[float, ...]) -> tuple[float, ...]:
+        """Return class weights in the scale that suits the method.
+
+        The largest is 1, so that no gradient becomes longer and the clip does not undo the weights.
+        The steps of Langevin methods go with the size of the likelihood: there the geometric mean
+        is 1.
+        """
+        unit = math.exp(sum(map(math.log, given)) / len(given)) if self.langevin else max(given)
+        return tuple(weight / unit for weight in given)
+
     def settings(
         self,
         plan: Plan,

@@ -320,3 +320,15 @@ def _pair(bounds: Any, argument: str) -> tuple[Any, Any]:
             f"{argument}={quoted(bounds)}: must be (low, high), such as {argument}=(0, 1)"
         ) from None
     return low, high
+
+
+def refuse(given: dict[str, Any]) -> None:
+    """Raise for further arguments of a fit; weights of rows get the reason."""
+    if "sample_weight" in given:
+        raise TypeError(
+            "sample_weight: is not taken, since weights that were computed from several rows would "
+            "not be covered by epsilon; give class_weight={label: weight} with public weights, or "
+            "use dpbnn.fit with dpbnn.likelihoods.Weighted, where each row brings its own weight"
+        )
+    if given:
+        raise TypeError(f"{', '.join(given)}: fit takes X and y only; set it in the constructor")

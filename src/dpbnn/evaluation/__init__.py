@@ -16,6 +16,7 @@ from dpbnn.evaluation.classification import (
 )
 from dpbnn.evaluation.diagnostics import Diagnostics, chain_diagnostics, diagnose
 from dpbnn.evaluation.groups import Group
+from dpbnn.evaluation.ordinal import rps
 from dpbnn.evaluation.ranking import auroc, average_precision, confusion_matrix, recall
 from dpbnn.evaluation.regression import (
     Coverage,
@@ -29,7 +30,7 @@ from dpbnn.evaluation.regression import (
 )
 from dpbnn.evaluation.resampling import Metric, bootstrap
 from dpbnn.evaluation.selective import RiskCoverage, ood_auroc, risk_coverage
-from dpbnn.evaluation.summary import Evaluation, Histogram, evaluate
+from dpbnn.evaluation.summary import Evaluation, Histogram, evaluate, evaluate_each
 
 __all__ = [
     "Coverage",
@@ -52,6 +53,7 @@ __all__ = [
     "diagnose",
     "ece",
     "evaluate",
+    "evaluate_each",
     "global_gap",
     "interval_coverage",
     "log_likelihood",
@@ -65,4 +67,5 @@ __all__ = [
     "reliability",
     "risk_coverage",
     "rmse",
+    "rps",
 ]

@@ -11,7 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpbnn.messages import unquoted
-from dpbnn.predictive import ClassPredictive, Predictive, RealPredictive
+from dpbnn.predictive import (
+    ClassPredictive,
+    CountPredictive,
+    OrdinalPredictive,
+    Predictive,
+    RealPredictive,
+)
 
 Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.integer[Any]]
@@ -54,11 +60,13 @@ class Classified:
         probabilities: of every class, rows that sum to 1.
         y: labels from 0 to K - 1.
         predictive: the predictive that the probabilities come from, if there is one.
+        ordered: whether the classes have an order.
     """
 
     probabilities: Floats
     y: Integers
     predictive: ClassPredictive | None = None
+    ordered: bool = False
 
     @classmethod
     def of(cls, predictive: Any, y: Any) -> Classified:
@@ -70,14 +78,14 @@ class Classified:
         if p.ndim != 2:
             raise ValueError(
                 f"probabilities have shape {list(p.shape)}; give [records, classes], one row per "
-                f"label"
+                f"label, or use evaluate_each for several targets"
             )
         if not p.size:
             raise ValueError(f"probabilities have shape {list(p.shape)}; give at least one record")
         if p.dtype.kind != "f":
             p = p.astype(np.float64)
         _check_probabilities(p)
-        return cls(p, _labels(y, *p.shape), source)
+        return cls(p, _labels(y, *p.shape), source, isinstance(source, OrdinalPredictive))
 
     def __len__(self) -> int:
         return len(self.y)
@@ -130,18 +138,19 @@ class Classified:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Targeted:
-    """A regression prediction and its targets, checked; targets have the shape of the mean."""
+    """A prediction of numbers or counts and its targets, checked, in the shape of the mean."""
 
-    predictive: RealPredictive
+    predictive: RealPredictive | CountPredictive
     y: Floats
 
     @classmethod
     def of(cls, predictive: Any, y: Any) -> Targeted:
-        """Check a `RealPredictive` and targets [N] or [N, D]."""
-        if not isinstance(predictive, RealPredictive):
+        """Check a `RealPredictive` or `CountPredictive` and targets [N] or [N, D]."""
+        if not isinstance(predictive, RealPredictive | CountPredictive):
             raise ValueError(
                 f"{type(predictive).__name__} was given; this metric needs a regression prediction "
-                f"(RealPredictive), as posterior.predict(x) returns with a Gaussian likelihood"
+                f"(RealPredictive or CountPredictive), as posterior.predict(x) returns with a "
+                f"Gaussian or Poisson likelihood"
             )
         shape = tuple(predictive.mean.shape)
         targets = finite(y, "y")

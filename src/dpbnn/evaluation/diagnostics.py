@@ -2,6 +2,9 @@
 
 Weights of a network are not identified (hidden units can swap places), so their convergence is
 neither needed nor expected. Predictions depend on the outputs alone.
+
+A private chain does not mix at a useful clip (docs/methods.md has the reason and the figures), so
+the numbers come with words: what the stored networks are, and how their spread is to be read.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ _CELLS = 1 << 21  # numbers in a temporary array
 _WARM = 0.1  # difference in temperature that is worth a warning
 _HOT = ": batches add noise of their own; use larger ones, or a smaller learning rate"
 _RHAT, _ESS = 1.01, 100  # limits of Vehtari et al.; the ESS per chain
+_MIXED = (1.1, 50)  # largest median R-hat, and smallest median bulk ESS, of chains that have mixed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,9 +69,41 @@ class Diagnostics:
         kept = {k: v[np.isfinite(v)] for k, v in moving.items()}
         return {k: float(np.median(v)) if v.size else math.nan for k, v in kept.items()}
 
+    @property
+    def mixed(self) -> bool:
+        """Whether the stored networks can be read as draws: median R-hat and bulk ESS say so."""
+        median = self.median
+        return median["rhat"] <= _MIXED[0] and median["ess_bulk"] >= _MIXED[1]
+
+    @property
+    def meaning(self) -> tuple[str, ...]:
+        """What the stored networks are, and what that means for a reader, in sentences."""
+        count = self.chains * self.draws
+        worth = self.median["ess_bulk"]
+        if self.mixed:
+            return (
+                f"The {count} stored networks are draws of a chain that has mixed where it was "
+                f"looked at: they are worth about {worth:.0f} independent draws.",
+            )
+        paths = "one training path" if self.chains == 1 else f"{self.chains} training paths"
+        return (
+            f"The {count} stored networks are points near the end of {paths} with noise, not "
+            f"independent draws from the posterior."
+            + (f" They are worth about {max(1, round(worth))}." if math.isfinite(worth) else ""),
+            "Predictions are their average, as with an averaged optimizer. Figures on test records "
+            "(accuracy, calibration, coverage) measure that average as it is; private temperatures "
+            "and prediction sets hold for it as it is.",
+            "Their spread is less than that of the posterior, most of all far from the data. Do "
+            "not read epistemic uncertainty or bands as the width of the posterior.",
+            "A longer chain would be worth more."
+            if self.clip is None or not math.isfinite(self.clip)
+            else "Epsilon does not depend on mixing. At a given epsilon a chain that mixes has to "
+            "clip harder, and predicted worse where it was tried.",
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return the summary as plain values for JSON; NaN is None, infinity the text "inf"."""
-        names = ("worst", "median", "clip", "temperature", "warnings")
+        names = ("worst", "median", "clip", "temperature", "mixed", "meaning", "warnings")
         own = {name: plain(getattr(self, name)) for name in names}
         functions = int(self.rhat.size)
         return {"chains": self.chains, "draws": self.draws, "functions": functions, **own}
@@ -83,6 +119,7 @@ class Diagnostics:
             f"  bulk ESS  worst {worst['ess_bulk']:.0f}, median {median['ess_bulk']:.0f}",
             f"  tail ESS  worst {worst['ess_tail']:.0f}, median {median['ess_tail']:.0f}",
         ]
+        lines += [f"  {sentence}" for sentence in self.meaning]
         return "\n".join([*lines, *(f"  warning: {warning}" for warning in self.warnings)])
 
 
@@ -238,15 +275,14 @@ def _warnings(rhat: Floats, bulk: Floats, tail: Floats, chains: int) -> tuple[st
     if apart:
         found.append(
             f"{apart} of {rhat.size} functions have R-hat above {_RHAT}, the worst "
-            f"{np.nanmax(rhat):.3f}: the chains have not mixed; run longer, or read the spread of "
-            f"predictions as too small"
+            f"{np.nanmax(rhat):.3f}: parts of the chains differ there"
         )
     for name, sizes in (("bulk", bulk), ("tail", tail)):
         few = int((sizes < _ESS * chains).sum())
         if few:
             found.append(
                 f"{few} of {sizes.size} functions have a {name} ESS below {_ESS * chains}, the "
-                f"worst {np.nanmin(sizes):.0f}: store more iterates, further apart"
+                f"worst {np.nanmin(sizes):.0f}"
             )
     if chains == 1:
         found.append("one chain, split in halves, cannot show modes that it never visited")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import t as student
 
-from dpbnn.evaluation import classification, ranking, regression
+from dpbnn.evaluation import classification, ordinal, ranking, regression
 from dpbnn.evaluation.checked import Classified, Floats, Integers, Targeted
 from dpbnn.evaluation.resampling import Metric, Sums, resampled
 
@@ -61,10 +61,10 @@ def of_classes(
     threshold: float,
     positive: int,
 ) -> tuple[Group, ...]:
-    """Return accuracy, recall, AUROC and log-loss of every group."""
+    """Return accuracy, recall, AUROC and log-loss of every group; more for ordered classes."""
     found = []
     for name, rows in members(groups, len(c)).items():
-        part = Classified(c.probabilities[rows], c.y[rows])
+        part = Classified(c.probabilities[rows], c.y[rows], ordered=c.ordered)
         n, once = len(rows), Sums(len(rows))
         ranked = ranking.metrics_of(part, threshold, positive)
         area, share = (float(ranked[key](once)[0]) for key in ("auroc", "recall"))
@@ -75,7 +75,7 @@ def of_classes(
             seen = counts[(counts > 0) & (counts < n)]
             asked = int(seen.min(initial=n))
             pairs = int(np.minimum(seen, n - seen).min(initial=n))
-        values = {"nll": classification.metrics_of(part)["nll"]}
+        values = {"nll": classification.metrics_of(part)["nll"], **ordinal.metrics_of(part)}
         found.append(
             Group(
                 name,

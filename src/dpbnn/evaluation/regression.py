@@ -1,6 +1,6 @@
-"""Metrics of regression predictions (mixtures of Gaussians): error, density, intervals, CRPS.
+"""Metrics of predicted numbers and counts: error, density, intervals, CRPS.
 
-All of them take a `RealPredictive`, and targets of the shape of its mean.
+All of them take a `RealPredictive` or a `CountPredictive`, and targets of the shape of its mean.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dpbnn.evaluation.checked import Floats, Targeted, array, finite
 from dpbnn.evaluation.resampling import Sums
-from dpbnn.predictive import Predictive
+from dpbnn.predictive import CountPredictive, Predictive, RealPredictive
+from dpbnn.predictive.counts import usual_counts
 
 LEVELS = (0.5, 0.8, 0.9, 0.95)
 _BLOCK = 1 << 17  # numbers in a temporary array, few enough for the cache
@@ -27,7 +28,7 @@ def rmse(predictive: Any, y: Any) -> float:
     """Return the root of the mean squared error of the predictive mean.
 
     Args:
-        predictive: a `RealPredictive`; or predictions [N] or [N, D].
+        predictive: a predictive distribution; or predictions [N] or [N, D].
         y: targets of the same shape.
     """
     return float(np.sqrt(np.mean(_errors(predictive, y)[0] ** 2)))
@@ -37,7 +38,7 @@ def mae(predictive: Any, y: Any) -> float:
     """Return the mean absolute error of the predictive mean.
 
     Args:
-        predictive: a `RealPredictive`; or predictions [N] or [N, D].
+        predictive: a predictive distribution; or predictions [N] or [N, D].
         y: targets of the same shape.
     """
     return float(np.abs(_errors(predictive, y)[0]).mean())
@@ -49,7 +50,7 @@ def r2(predictive: Any, y: Any) -> float:
     1 is perfect, 0 is as good as the average of the test targets. NaN where they are all equal.
 
     Args:
-        predictive: a `RealPredictive`; or predictions [N] or [N, D].
+        predictive: a predictive distribution; or predictions [N] or [N, D].
         y: targets of the same shape.
     """
     error, target = _errors(predictive, y)
@@ -65,18 +66,24 @@ def log_likelihood(predictive: Any, y: Any) -> float:
 def pit(predictive: Any, y: Any) -> Floats:
     """Return the probability integral transform, F(y_i | x_i) of the mixture, shaped like y.
 
-    Uniform on [0, 1] where the prediction is calibrated.
+    Uniform on [0, 1] where the prediction is calibrated. Of a count, the middle between F(y_i - 1)
+    and F(y_i).
     """
-    return ranks(Targeted.of(predictive, y))
+    low, high = ranks(Targeted.of(predictive, y))
+    return (low + high) / 2
 
 
-def ranks(t: Targeted) -> Floats:
-    """Return F(y_i | x_i) of the mixture, shaped like y."""
+def ranks(t: Targeted) -> tuple[Floats, Floats]:
+    """Return F of the mixture just below y_i and at y_i, shaped like y; equal for real numbers."""
+    if isinstance(t.predictive, CountPredictive):
+        y = torch.as_tensor(t.y)
+        return array(t.predictive.cdf(y - 1), "y"), array(t.predictive.cdf(y), "y")
 
     def cdf(mean: Tensor, std: Tensor, target: Tensor) -> Tensor:
         return torch.special.ndtr((target - mean) / std).mean(0)
 
-    return _per_output(t, cdf)
+    found = _per_output(t, cdf)
+    return found, found
 
 
 def crps(predictive: Any, y: Any) -> float:
@@ -85,7 +92,8 @@ def crps(predictive: Any, y: Any) -> float:
         1/S sum_s A(y - m_s, v_s) - 1/(2 S^2) sum_st A(m_s - m_t, v_s + v_t),
         A(d, v) = d (2 Phi(d/sqrt(v)) - 1) + 2 sqrt(v) phi(d/sqrt(v))
 
-    Exact for a mixture of S Gaussians; takes time S^2 N.
+    Exact for a mixture of S Gaussians; takes time S^2 N. Of counts it is the ranked probability
+    score, sum_k (F(k) - 1[y <= k])^2.
 
     Reference: Grimit et al., The continuous ranked probability score for circular variables, 2006.
     """
@@ -117,7 +125,7 @@ def interval_coverage(
     """Return how many targets lie in the equal-tailed intervals of every level.
 
     Args:
-        predictive: a `RealPredictive`.
+        predictive: a predictive distribution.
         y: targets, shaped like the mean.
         levels: probabilities of the intervals.
     """
@@ -130,12 +138,16 @@ def interval_coverage(
     )
 
 
-def covered(ranks: Floats, level: float) -> Floats:
-    """Return 1 where the target is in the equal-tailed interval of this probability."""
+def covered(ranks: tuple[Floats, Floats], level: float) -> Floats:
+    """Return 1 where the target is in the equal-tailed interval of this probability.
+
+    A count y is in it where P(count <= y) >= (1 - level)/2 and P(count < y) < (1 + level)/2.
+    """
     if not 0 < level < 1:
         raise ValueError(f"levels: {level} does not lie between 0 and 1; try 0.9")
     tail = (1 - level) / 2
-    return ((ranks >= tail) & (ranks <= 1 - tail)).astype(np.float64)
+    below, upto = ranks
+    return ((upto >= tail) & (below <= 1 - tail)).astype(np.float64)
 
 
 def width(t: Targeted, level: float) -> float:
@@ -185,7 +197,26 @@ def log_densities(t: Targeted) -> Floats:
 
 def scores(t: Targeted) -> Floats:
     """Return the continuous ranked probability score of every record."""
+    if isinstance(t.predictive, CountPredictive):
+        return t.per_record(_ranked_scores(t.predictive, t.y))
     return t.per_record(_per_output(t, _crps))
+
+
+def _ranked_scores(predictive: CountPredictive, y: Floats) -> Floats:
+    """Return sum_k (F(k) - 1[y <= k])^2 of every count, shaped like y."""
+    logs = predictive.log_rates.flatten(1)
+    target = torch.as_tensor(y, device=logs.device).flatten()
+    size, parts = max(1, _BLOCK // len(logs)), []
+    for log_rates, own in zip(logs.split(size, 1), target.split(size), strict=True):
+        cdf = torch.zeros_like(own)
+        first = last = total = torch.zeros_like(own)
+        for step, (count, p, inside) in enumerate(usual_counts(log_rates)):
+            first = count if step == 0 else first
+            cdf = cdf + p
+            last = torch.where(inside, count, last)
+            total = total + torch.where(inside, (cdf - (own <= count).to(cdf)).square(), 0.0)
+        parts.append(total + (first - own).clamp(min=0) + (own - 1 - last).clamp(min=0))
+    return array(torch.cat(parts), "y").reshape(y.shape)
 
 
 def _crps(mean: Tensor, std: Tensor, target: Tensor) -> Tensor:
@@ -208,6 +239,7 @@ def _spread(distance: Tensor, variance: Tensor) -> Tensor:
 
 def _per_output(t: Targeted, compute: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Floats:
     """Return compute(means, stds, targets) over all outputs, in float64 and in blocks."""
+    assert isinstance(t.predictive, RealPredictive)
     means, variances = t.predictive.means.flatten(1), t.predictive.variances.flatten(1)
     target = torch.as_tensor(t.y, device=means.device).flatten()
     size = max(1, _BLOCK // len(means))

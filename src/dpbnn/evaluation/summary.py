@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from dpbnn.evaluation import baseline, classification, ranking, regression, selective
+from dpbnn.evaluation import baseline, classification, ordinal, ranking, regression, selective
 from dpbnn.evaluation import groups as by_group
-from dpbnn.evaluation.checked import Classified, Floats, Integers, Targeted
+from dpbnn.evaluation.checked import Classified, Floats, Integers, Targeted, array
 from dpbnn.evaluation.classification import Reliability
 from dpbnn.evaluation.groups import Group
 from dpbnn.evaluation.regression import LEVELS, Coverage
 from dpbnn.evaluation.resampling import Metric, Sums, resampled
 from dpbnn.evaluation.selective import RiskCoverage
 from dpbnn.notebook import Shown
-from dpbnn.predictive import RealPredictive
+from dpbnn.predictive import ClassPredictive, CountPredictive, Predictive, RealPredictive
 
 SCHEMA = 1
 _CURVE = 200  # largest number of points in a stored curve
@@ -47,7 +47,8 @@ class Evaluation(Shown):
         n: number of records.
         metrics: by name, in the order of the table. Classification: accuracy, auroc,
             average_precision, recall, nll, brier, ece, ece_mass, mce, classwise_ece, global_gap,
-            aurc. Regression: rmse, mae, r2, log_likelihood, crps.
+            aurc; for classes with an order also rps and mae. Regression and counts: rmse, mae, r2,
+            log_likelihood, crps.
         level: probability of the bootstrap intervals.
         baseline: metrics of one prediction for all records, made of the test truth: the shares of
             the classes, or mean and variance of the targets.
@@ -62,7 +63,8 @@ class Evaluation(Shown):
         risk_coverage: error rate among the most certain records, at most 200 points of the curve
             (classification).
         coverage: nominal and observed coverage of intervals (regression).
-        pit: histogram of the probability integral transform in 20 bins (regression).
+        pit: histogram of the probability integral transform in 20 bins (regression). A count is
+            spread evenly over the bins between F(y - 1) and F(y).
     """
 
     task: str
@@ -156,6 +158,7 @@ LABELS = {
     "recall": "recall",
     "nll": "log-loss (NLL)",
     "brier": "Brier score",
+    "rps": "ranked probability score (RPS)",
     "ece": "calibration error (ECE, 15 bins)",
     "ece_mass": "calibration error (ECE, equal mass)",
     "mce": "maximum calibration error (MCE)",
@@ -174,7 +177,7 @@ LABELS = {
 _RANGES = {
     **dict.fromkeys(LABELS, (0.0, 1.0)),
     "brier": (0.0, 2.0),
-    **dict.fromkeys(("nll", "rmse", "mae", "crps"), (0.0, math.inf)),
+    **dict.fromkeys(("nll", "rps", "rmse", "mae", "crps"), (0.0, math.inf)),
     "log_likelihood": (-math.inf, math.inf),
     "r2": (-math.inf, 1.0),
 }
@@ -211,7 +214,7 @@ def evaluate(
         group: name of the column that the groups come from, for tables.
     """
     options = {"resamples": resamples, "level": level, "seed": seed}
-    if isinstance(predictive, RealPredictive):
+    if isinstance(predictive, RealPredictive | CountPredictive):
         t = Targeted.of(predictive, y)
         found = _regression(t, options)
         parts = () if groups is None else by_group.of_targets(t, groups, options)
@@ -238,6 +241,7 @@ def _classification(
 ) -> Evaluation:
     found = classification.metrics_of(c) | ranking.metrics_of(c, threshold, positive)
     found["ece_mass"] = classification.metrics_of(c, kind="mass")["ece"]
+    found |= ordinal.metrics_of(c)
     found["aurc"] = lambda sums: selective.aurcs(c, sums)
     metrics = {name: found[name] for name in LABELS if name in found}
     curve = selective.risk_coverage_of(c, "confidence")
@@ -282,8 +286,51 @@ def _regression(t: Targeted, options: dict[str, Any]) -> Evaluation:
             Coverage(level, m.value, m.low, m.high, regression.width(t, level))
             for level, m in shares.items()
         ),
-        pit=_histogram(ranks.reshape(-1)),
+        pit=_spread_histogram(*ranks),
     )
+
+
+def evaluate_each(
+    predictive: Predictive, y: Any, names: Sequence[str] = (), **options: Any
+) -> dict[str, Evaluation]:
+    """Return the evaluation of each of several targets by itself, by name.
+
+    Args:
+        predictive: of several numbers or counts [N, D], or of several labels [N, D, classes].
+        y: targets [N, D].
+        names: of the targets; their positions by default.
+        **options: of `evaluate`.
+    """
+    mean, targets = predictive.mean, array(y, "y")
+    several = isinstance(predictive, ClassPredictive | RealPredictive | CountPredictive)
+    shape = tuple(mean.shape[:-1] if isinstance(predictive, ClassPredictive) else mean.shape)
+    if not several or len(shape) != 2 or targets.shape != shape:
+        raise ValueError(
+            f"y has shape {list(targets.shape)} and the prediction {list(mean.shape)}; give "
+            f"several targets for each record, or use evaluate for a single one"
+        )
+    chosen = [str(name) for name in names] or [str(k) for k in range(shape[1])]
+    if len(set(chosen)) != shape[1]:
+        raise ValueError(f"names: give {shape[1]} different names, one for each target")
+    return {
+        name: evaluate(predictive.target(k), targets[:, k], **options)  # type: ignore[attr-defined]
+        for k, name in enumerate(chosen)
+    }
+
+
+def _spread_histogram(below: Floats, upto: Floats) -> Histogram:
+    """Return how many records fall in each bin; those of a count are spread between its ranks.
+
+    Reference: Czado, Gneiting, Held, Predictive model assessment for count data, 2009.
+    """
+    below, upto = below.reshape(-1), upto.reshape(-1)
+    point = upto <= below
+    found = _histogram(upto[point])
+    if point.all():
+        return found
+    low, high = below[~point, None], upto[~point, None]
+    share = np.clip((found.edges - low) / (high - low), 0, 1).sum(0)
+    return Histogram(found.edges, np.round(found.counts + np.diff(share), 1))
 
 
 def _histogram(values: Floats) -> Histogram:

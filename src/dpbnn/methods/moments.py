@@ -356,6 +356,8 @@ def _family(problem: Problem) -> tuple[bool, float | None, bool]:
     """Return whether the regression is logistic, its noise if known, and if it is learned."""
     likelihood, outputs = problem.likelihood, _parts(problem.model)[2].out_features
     if isinstance(likelihood, Categorical):
+        if likelihood.weights is not None:
+            raise ValueError("weights: Moments has no class weights; use SGD or SGLD, say")
         if outputs != 2:
             raise ValueError(
                 f"the network has {outputs} outputs: Moments classifies two classes; use SGLD, say"

@@ -110,6 +110,8 @@ class NoiseAware(Method):
 
     def start(self, problem: Problem) -> NoiseAwareProcess:
         """Return the process that trains on a problem."""
+        if getattr(problem.likelihood, "weights", None) is not None:
+            raise ValueError("weights: NoiseAware has no class weights; use SGD or SGLD, say")
         if not isinstance(problem.likelihood, Categorical):
             raise ValueError(
                 f"likelihood={type(problem.likelihood).__name__}: NoiseAware is for classes; use "

@@ -100,8 +100,9 @@ class Langevin(Method):
         if std is not None and reach < std:
             found += (
                 f"in a chain of {length} steps the injected noise moves a weight by {reach:.2g} at "
-                f"most, and the prior's std is {std:g}: the chain does not reach all weights that "
-                f"are plausible, and bands are too narrow",
+                f"most, and the prior's std is {std:g}: the stored iterates are points of a "
+                f"training path, which does not reach all weights that are plausible, and bands "
+                f"are too narrow",
             )
         return found
 

@@ -59,6 +59,9 @@ _MEANINGS = {
     "recall": Meaning("recall", "share of the records of the class that are found", "higher"),
     "nll": Meaning("log-loss (NLL)", "mean surprise at the true class, in nats", "lower"),
     "brier": Meaning("Brier score", "squared distance of the probabilities to the truth", "lower"),
+    "rps": Meaning(
+        "RPS", "squared distance of cumulative probabilities to the truth; order counts", "lower"
+    ),
     "ece": Meaning(
         "ECE", "expected calibration error: mean gap of confidence and accuracy", "lower"
     ),

@@ -175,6 +175,7 @@ def _diagnostics(diagnostics: Mapping[str, Any] | None) -> dict[str, Any] | None
         return None
     known = {name: diagnostics.get(name) for name in _CHAIN_FACTS}
     return {
+        "meaning": list(diagnostics.get("meaning") or ()),
         "warnings": list(diagnostics.get("warnings") or ()),
         "facts": facts({name: value for name, value in known.items() if value is not None}),
         "rows": [
