@@ -23,7 +23,7 @@ import windows
 from torch import nn
 
 import dpbnn
-from dpbnn import audit, checkpoint, messages, networks, resume, rows, runs, storage, training
+from dpbnn import audit, checkpoint, messages, networks, resume, rows, storage, training
 from dpbnn.calibration import release
 from dpbnn.contributions import Contributions, DenseContributions, outer, recorded, sites
 from dpbnn.contributions.attach import Attached
@@ -32,6 +32,7 @@ from dpbnn.contributions.outer import Outer
 from dpbnn.contributions.probe import _Probe
 from dpbnn.contributions.recorded import NetworkContributions
 from dpbnn.data import statistics
+from dpbnn.estimators import workspace
 from dpbnn.likelihoods import Categorical
 from dpbnn.methods.method import Descent, Problem
 from dpbnn.methods.sep import SEPProcess
@@ -677,9 +678,9 @@ def the_head_is_not_looked_at(patch: Patch) -> None:
 
 
 def a_run_keeps_its_ledger_to_itself_until_it_ends(patch: Patch) -> None:
-    book = runs.Workspace.book
+    book = workspace.Workspace.book
     patch.setattr(
-        runs.Workspace, "book",
+        workspace.Workspace, "book",
         lambda self, delta: book(
             dataclasses.replace(self, ledger=self.folder / "ledger.jsonl"), delta
         ),

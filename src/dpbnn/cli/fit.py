@@ -13,12 +13,11 @@ from dpbnn.cli.options import read, reading_options, with_options
 from dpbnn.cli.say import Speaker, speaking
 
 if TYPE_CHECKING:
-    from dpbnn.data import Schema
+    from dpbnn.data import Schema, Table
     from dpbnn.estimators.estimator import PrivateBayes
 
 _PATH = click.Path(path_type=Path)
 _ABOUT = ("schema", "target", "bounds", "task")
-_READING = ("encoding", "separator", "decimal", "names")
 
 
 def table_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,6 +77,8 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @training_options
 @click.option("--out", type=_PATH, required=True, help="The run directory to be made.")
 @click.option("--overwrite", is_flag=True, help="Replace a run; the new one continues its ledger.")
+@click.option("--resume", is_flag=True, help="Go on with a fit that was interrupted; give the same "
+              "table and options again.")  # fmt: skip
 @speaking
 def fit_command(
     table: Path,
@@ -86,6 +87,7 @@ def fit_command(
     method: str,
     out: Path,
     overwrite: bool,
+    resume: bool,
     ledger: Path | None,
     speaker: Speaker,
     **options: Any,
@@ -96,77 +98,54 @@ def fit_command(
     Example:
       dpbnn fit train.csv --schema schema.toml --epsilon 1 --out run/
     """
-    from dpbnn.runs import new_run, plain_calibration
+    from dpbnn.estimators.fitting import fit
+    from dpbnn.estimators.storage import plain_calibration
+    from dpbnn.estimators.workspace import check_folder
 
     if (epsilon is None) == (not non_private):
         raise ValueError(
             "--epsilon: give a budget, such as --epsilon 1, or --non-private, and not both"
         )
-    with speaker.warnings(), new_run(out, overwrite=overwrite, ledger=ledger) as workspace:
-        schema, x, y = read_training_table(table, options, private=not non_private)
+    check_folder(out, resume=resume)
+    with speaker.warnings():
+        schema, rows = read_training_table(table, options, private=not non_private)
         speaker.say(
-            f"{table}: {len(x)} rows, {len(schema.columns)} columns ({x.shape[1]} after encoding), "
-            f"{schema.task} of {schema.target.name!r}."
+            f"{table}: {rows.n} rows, {len(schema.columns)} columns ({len(schema.features)} after "
+            f"encoding), {schema.task} of {schema.target.name!r}."
         )
         if non_private:
             speaker.say("*** NOT PRIVATE *** --non-private trains without any guarantee.")
-        estimator = fitted(schema, x, y, method, epsilon, workspace.book, speaker, options)
-        settings = {
-            "table": table.name,
-            "method": method,
-            "epsilon": epsilon,
-            **settings_of(options),
-        }
-        workspace.save(estimator, schema, settings, (x, y))
+        estimator = unfitted(schema, method, epsilon, ledger, options)
+        estimator.set_params(progress=speaker.progress)
+        settings = {"table": table.name}
+        fit(estimator, rows, out=out, resume=resume, overwrite=overwrite, settings=settings)
     for name, value in estimator.calibration_.items():
         speaker.say(f"Calibration, {name}: {value:.4g}")
     speaker.say(f"Wrote {out}.")
     speaker.say(estimator.privacy_)
-    values = {"rows": len(x), "calibration": plain_calibration(estimator)}
+    values = {"rows": rows.n, "calibration": plain_calibration(estimator)}
     speaker.result({"run": str(out), **values, "privacy": estimator.privacy_.to_dict()})
 
 
 def read_training_table(
     table: Path, options: dict[str, Any], *, private: bool
-) -> tuple[Schema, Any, Any]:
-    """Return the schema and the encoded table, or raise before anything is spent."""
+) -> tuple[Schema, Table]:
+    """Return the schema and the raw table."""
     from dpbnn.cli.schema import chosen_schema
 
     rows = read(table, options)
     about = {name: options[name] for name in _ABOUT}
-    found = chosen_schema(rows, **about, private=private)
-    found.check(rows, on_bad_rows=options["on_bad_rows"])
-    x, y = found.encode(rows, target=True, on_bad_rows=options["on_bad_rows"])
-    return found, x, y
-
-
-def fitted(
-    schema: Schema,
-    x: Any,
-    y: Any,
-    method: str,
-    epsilon: float | None,
-    ledger: Callable[[float], Any],
-    speaker: Speaker,
-    options: dict[str, Any],
-) -> PrivateBayes:
-    """Return an estimator fitted to an encoded table, which predicts in the original units."""
-    from dpbnn.estimators.recipes import default_delta
-
-    book = ledger(options["delta"] or default_delta(len(x)))
-    estimator = unfitted(schema, method, epsilon, book, options)
-    estimator.set_params(progress=speaker.progress)
-    return estimator.fit(x, y if schema.classes is not None else schema.decode_target(y))
+    return chosen_schema(rows, **about, private=private), rows
 
 
 def unfitted(
     schema: Schema, method: str, epsilon: float | None, ledger: Any, options: dict[str, Any]
 ) -> PrivateBayes:
-    """Return the estimator that the options ask for."""
+    """Return the estimator that the options ask for, which takes raw tables."""
     arguments = {
         "method": method,
         "epsilon": epsilon,
-        "bounds": (-1.0, 1.0),
+        "schema": schema,
         "hidden": _widths(options["hidden"]),
         "ledger": ledger,
         "random_state": options["seed"],
@@ -181,17 +160,8 @@ def unfitted(
         "conformal": options.get("conformal"),
     }  # fmt: skip
     if schema.classes is not None:
-        return dpbnn.PrivateBayesClassifier(classes=range(len(schema.classes)), **arguments)
-    return dpbnn.PrivateBayesRegressor(target_bounds=schema.target.bounds, **arguments)
-
-
-def settings_of(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of the training that were given, as plain values."""
-    return {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in options.items()
-        if value is not None and name not in (*_ABOUT, *_READING)
-    }
+        return dpbnn.PrivateBayesClassifier(**arguments)
+    return dpbnn.PrivateBayesRegressor(**arguments)
 
 
 def _recalibrate(text: str | None) -> float | str | None:

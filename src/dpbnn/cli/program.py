@@ -55,7 +55,9 @@ def main(arguments: list[str] | None = None) -> None:
     except click.ClickException as error:
         click.echo(f"dpbnn: {error.format_message().rstrip('.')}; see 'dpbnn --help'", err=True)
         code = 2
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt) as stop:
+        for note in getattr(stop, "__notes__", ()):
+            click.echo(f"dpbnn: {note}", err=True)
         code = 130
     except dpbnn.BudgetExceeded as error:
         click.echo(f"dpbnn: {error}", err=True)

@@ -132,6 +132,10 @@ class Table(Mapping[str, np.ndarray]):
         part = {name: self.raw(name)[index] for name in self._columns}
         return self._like(part, np.asarray(self._places)[index])
 
+    def with_column(self, name: str, values: Held) -> Table:
+        """Return the table with one column more, or in the place of another one."""
+        return self._like({**self._columns, name: values}, self._places)
+
     def where(self, row: int) -> str:
         """Return the place of a row in words: its line, or its number."""
         return f"{self.source}, {self._unit} {self._places[row]}"

@@ -1,4 +1,4 @@
-"""A regression along one column: what the report draws without looking at any record."""
+"""A regression along one column: what the page draws without looking at any record."""
 
 from __future__ import annotations
 
