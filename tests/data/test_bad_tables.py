@@ -191,7 +191,7 @@ OBJECTS = {
     "unequal columns": ({"a": [1], "b": [1, 2]}, ["'a' has 1", "'b' has 2"]),
     "one axis": (np.zeros(3), ["1 axes", "[rows, columns]"]),
     "three axes": (np.zeros((2, 2, 2)), ["3 axes"]),
-    "dates": ({"d": np.array(["2020-01-01"], dtype="datetime64[D]")}, ["'d'", "dates", "days"]),
+    "time spans": ({"d": np.array([3], dtype="timedelta64[D]")}, ["'d'", "time spans", "days"]),
     "complex": ({"c": np.array([1j])}, ["'c'", "complex"]),
     "lists in cells": ({"c": np.array([[1], None], dtype=object)}, ["'c'", "list"]),
     "a matrix as a column": ({"c": np.zeros((2, 2))}, ["'c'", "2 axes"]),

@@ -5,6 +5,7 @@ A table never changes its values; errors quote no cell.
 
 from __future__ import annotations
 
+import datetime
 import decimal
 import math
 import numbers as abstract
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from dpbnn.data import dates
 from dpbnn.messages import unquoted
 
 MISSING = frozenset({"", "?", "NA", "N/A", "NaN", "nan", "null", "NULL"})
@@ -169,6 +171,18 @@ def numbers(raw: Held, missing: frozenset[str] = MISSING) -> tuple[np.ndarray, n
     return values, unreadable if unreadable.any() else None
 
 
+def days(raw: Held, missing: frozenset[str] = MISSING) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return a column of dates as days since 1970-01-01, and which values are no dates, if any."""
+    if isinstance(raw, np.ndarray) and raw.dtype.kind in "biuf":
+        absent = np.isnan(np.asarray(raw, dtype=np.float64))
+        return np.full(len(raw), math.nan), None if absent.all() else ~absent
+    if isinstance(raw, pa.Array):
+        texts, at = _distinct(raw)
+        values, unreadable = dates.days(texts, missing)
+        return values[at], None if unreadable is None else unreadable[at]
+    return dates.days(_list(raw), missing)
+
+
 def codes(
     raw: Held,
     categories: Mapping[str, int],
@@ -278,12 +292,11 @@ def column_of(name: str, values: np.ndarray, source: str, on_bad_rows: str = "er
                 f"numbers or text"
             )
         return np.array(texts, dtype=object)
-    kind = {"M": "dates", "m": "time spans", "c": "complex numbers"}.get(
-        values.dtype.kind, str(values.dtype)
-    )
+    if values.dtype.kind == "M":
+        return dates.as_text(values)
+    kind = {"m": "time spans", "c": "complex numbers"}.get(values.dtype.kind, str(values.dtype))
     raise TableError(
-        f"{source}: column {name!r} holds {kind}; turn them into numbers, such as days since a "
-        f"fixed date"
+        f"{source}: column {name!r} holds {kind}; turn them into numbers, such as days"
     )
 
 
@@ -322,6 +335,8 @@ def cell(value: Any) -> str | None:
         return str(int(number)) if whole else repr(number)
     if type(value).__name__ in ("NAType", "NaTType"):
         return None
+    if isinstance(value, datetime.date):
+        return value.isoformat()
     raise TypeError(f"values of type {type(value).__name__}")
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from dpbnn import report
 from dpbnn.data.column import Column
+from dpbnn.data.dates import text_of
 from dpbnn.data.schema import Schema
 from dpbnn.data.table import Table, as_table
 from dpbnn.estimators import frames
@@ -180,9 +181,15 @@ def _listed(names: list[str], words: str) -> dict[str, str]:
 def _described(column: Column) -> str:
     if column.bounds is not None and column.categories is None:
         low, high = map(float, column.bounds)
+        if column.date:
+            return _with_missing(column, f"date, {text_of(low)} to {text_of(high)}")
         words = f"number, {short(low)} to {short(high)}" + ", in logarithms" * column.log
     else:
         words = f"categories {short(list(column.categories or ()))}" + ", or another" * column.other
+    return _with_missing(column, words)
+
+
+def _with_missing(column: Column, words: str) -> str:
     return words if column.missing == "refuse" else f"{words}; missing values: {column.missing}"
 
 
