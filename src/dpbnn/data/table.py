@@ -393,12 +393,12 @@ def _code(text: str | None, categories: Mapping[str, int], missing: frozenset[st
 
 
 def _spellings(text: str) -> tuple[str, ...]:
-    """Return other ways to write a value: 3 for 3.0, True for true."""
+    """Return other ways to write a value: 3 for 3.0, True for true, yes for yes with a stop."""
     if text.lower() in ("true", "false"):
         return text.lower(), text.capitalize(), text.upper()
     number = _number(text)
     if number is None or not math.isfinite(number):
-        return ()
+        return (text[:-1],) if text.endswith(".") else ()
     return (cell(number) or text,)
 
 

@@ -352,7 +352,8 @@ class _Fit:
             spent = "nothing was spent"
         else:
             now = self.ledger.statement(delta=self.delta)
-            where = "" if self.ledger.path is None else f", by the ledger {self.ledger.path}"
+            path = self.ledger.path if self.place is None else self.place.ledger
+            where = "" if path is None else f", by the ledger {path}"
             spent = f"epsilon {round_up(now.epsilon)} at delta {now.delta:g} is spent{where}"
         if self.place is None:
             return (
