@@ -222,3 +222,14 @@ def test_progress_is_shown_when_asked_for(tmp_path, capsys):
 def test_rows_keep_their_numbers_however_often_some_are_taken():
     table = as_table({"a": np.arange(10)}).rows(2, 9).take([1, 3, 5]).take([1, 2]).rows(1, 2)
     assert table.where(0).endswith("row 7")
+
+
+def test_missing_values_of_arrow_categories_stay_missing():
+    """`to_numpy` of a dictionary array gives them the last category."""
+    arrow = pytest.importorskip("pyarrow")
+    coded = arrow.array(["a", None, "b"]).dictionary_encode()
+    whole = arrow.array([7, None, 8]).dictionary_encode()
+    for kind in (arrow.table, arrow.RecordBatch.from_pydict):
+        table = as_table(kind({"c": coded, "n": whole}))
+        assert table.raw("c").tolist() == ["a", None, "b"]
+        assert np.array_equal(table["n"], [7, np.nan, 8], equal_nan=True)

@@ -111,6 +111,7 @@ def _run(
     from dpbnn import report
     from dpbnn.estimators.fitting import fit
     from dpbnn.estimators.recipes import default_delta
+    from dpbnn.estimators.workspace import REPORT
     from dpbnn.runs import Run
 
     method = estimator.method
@@ -120,8 +121,9 @@ def _run(
     with speaker.warnings():
         fit(estimator, rows, out=out / name, settings={"table": table})
     run = Run.open(out / name)
-    written = run.report(table=tested)
     evaluation = run.tested(tested).evaluation
+    run.write_metrics(evaluation.to_dict())
+    written = report.write(run.page(evaluation), run.folder / REPORT)
     speaker.say(evaluation)
     own = plan.statement(
         labels=[method] * len(plan.events), clip=estimator.posterior_.settings["clip"]

@@ -176,7 +176,7 @@ def days(raw: Held, missing: frozenset[str] = MISSING) -> tuple[np.ndarray, np.n
     if isinstance(raw, np.ndarray) and raw.dtype.kind in "biuf":
         absent = np.isnan(np.asarray(raw, dtype=np.float64))
         return np.full(len(raw), math.nan), None if absent.all() else ~absent
-    if isinstance(raw, pa.Array):
+    if isinstance(raw, pa.Array | pa.ChunkedArray):
         texts, at = _distinct(raw)
         values, unreadable = dates.days(texts, missing)
         return values[at], None if unreadable is None else unreadable[at]
@@ -437,8 +437,11 @@ def _series(series: Any) -> np.ndarray:
 
 def _arrow(column: Any) -> np.ndarray:
     """Return a pyarrow column as an array, missing values as None or NaN."""
+    if pa.types.is_dictionary(column.type):  # `to_numpy` gives a missing one the last category
+        column = column.cast(column.type.value_type)
     try:
-        return np.asarray(column.to_numpy())
+        return np.asarray(column.to_numpy(zero_copy_only=False))
     except UnicodeDecodeError:
         pass
-    return np.asarray(column.cast("binary").to_numpy())  # texts that are not UTF-8
+    binary = column.cast("binary")
+    return np.asarray(binary.to_numpy(zero_copy_only=False))  # texts that are not UTF-8

@@ -203,9 +203,9 @@ class _Fit:
                 scaling = self._scaling()
                 scaling = self._standardised(scaling)
                 self._keep(seed=self.seed, earlier=self.earlier)
-            posterior = self._trained(scaling)
+            trained = [self._trained(scaling)]
             with _unbroken():  # what is released here cannot be used by another attempt
-                self._finish(posterior, scaling)
+                self._finish(trained.pop(), scaling)  # held by nothing else when its files go
                 if self.place is not None:
                     self.place.save(self.estimator, settings)
 

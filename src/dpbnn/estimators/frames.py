@@ -96,6 +96,8 @@ def table_with(schema: Schema, X: Any, y: Any, on_bad_rows: str) -> Table:
     if y is None:
         return table
     name = schema.target.name
+    if getattr(y, "ndim", 1) == 2 and not hasattr(y, "columns") and y.shape[1] == 1:
+        y = y[:, 0]
     if hasattr(y, "columns") and len(y.columns) == 1:
         own = as_table(y, on_bad_rows=on_bad_rows)
         column = own.column(own.names[0])

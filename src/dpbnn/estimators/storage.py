@@ -136,7 +136,7 @@ def opened(cls: type, folder: Path, device: str) -> tuple[Any, Manifest]:
     estimator, own = _model(cls, folder / MODEL, device)
     if (folder / SCHEMA).is_file():
         _declare(estimator, Schema.read(folder / SCHEMA), encoded=own["version"] < 3)
-    if manifest["ledger"] == LEDGER and (folder / LEDGER).is_file():
+    if manifest.get("ledger") == LEDGER and (folder / LEDGER).is_file():
         estimator.ledger_ = Ledger(folder / LEDGER)
     return estimator, manifest
 
