@@ -757,6 +757,73 @@ def open_fits_are_recorded_nowhere(patch: Patch) -> None:
     )
 
 
+def schemas_widen_to_the_data(patch: Patch) -> None:
+    """The bounds of a frame's numbers are those of its values."""
+    from dpbnn.estimators import frames
+
+    def encoded(schema, X, y, on_bad_rows, *, training=False):
+        table = frames.table_with(schema, X, y, on_bad_rows)
+        own = tuple(
+            dataclasses.replace(c, bounds=(0.0, float(np.nanmax(table[c.name])) + 1))
+            if c.bounds is not None
+            else c
+            for c in schema.columns
+        )
+        return dataclasses.replace(schema, columns=own).encode(
+            table, target=True, on_bad_rows=on_bad_rows
+        )
+
+    patch.setattr(frames, "encoded", encoded)
+
+
+def unknown_categories_are_learned(patch: Patch) -> None:
+    """A category that the schema does not know becomes one of its own."""
+    from dpbnn.estimators.estimator import PrivateBayes
+
+    def table(original, self, X, y):
+        own = []
+        for column in self.schema.columns:
+            known = column.categories
+            if known is not None:
+                seen = {str(value) for value in X[column.name] if value is not None}
+                column = dataclasses.replace(column, categories=(*known, *(seen - set(known))))
+            own.append(column)
+        self.schema = dataclasses.replace(self.schema, columns=tuple(own))
+        return original(self, X, y)
+
+    around(patch, PrivateBayes, "_table", table)
+
+
+def resumed_fits_take_any_ledger(patch: Patch) -> None:
+    def released(self, ledger):
+        path = self.progress / workspace.RELEASED
+        if not path.exists():
+            return {}
+        kept = json.loads(path.read_text())["values"]
+        return {name: storage.restored(value, {}) for name, value in kept.items()}
+
+    patch.setattr(workspace.Workspace, "released", released)
+
+
+def resumed_fits_take_any_table(patch: Patch) -> None:
+    def bind(original, self, estimator, table):
+        if not self.resumed:
+            original(self, estimator, table)
+
+    around(patch, workspace.Workspace, "bind", bind)
+
+
+def resumed_fits_charge_nothing_again(patch: Patch) -> None:
+    """What the ledger holds already under a label is not charged a second time."""
+
+    def spend(original, self, event, label="", **more):
+        if label == "private standardisation" and sum(e.count for e in self.spent(label)) >= 2:
+            return None
+        return original(self, event, label=label, **more)
+
+    around(patch, Ledger, "spend", spend)
+
+
 def ledgers_have_no_lock(patch: Patch) -> None:
     patch.setattr(Ledger, "_mine", lambda self: contextlib.nullcontext())
 
