@@ -109,7 +109,7 @@ def _run(
 ) -> Any:
     """Fit and evaluate one cell of the comparison, and return its row."""
     from dpbnn import report
-    from dpbnn.estimators.fitting import fit
+    from dpbnn.estimators.fitting import train
     from dpbnn.estimators.recipes import default_delta
     from dpbnn.estimators.workspace import REPORT
     from dpbnn.runs import Run
@@ -119,7 +119,7 @@ def _run(
     delta = None if book.exists() else estimator.delta or default_delta(rows.n)
     estimator.set_params(ledger=dpbnn.Ledger(book, delta=delta), progress=speaker.progress)
     with speaker.warnings():
-        fit(estimator, rows, out=out / name, settings={"table": table})
+        train(estimator, rows, out=out / name, settings={"table": table})
     run = Run.open(out / name)
     evaluation = run.tested(tested).evaluation
     run.write_metrics(evaluation.to_dict())

@@ -31,7 +31,7 @@ def demo_command(out: Path, speaker: Speaker) -> None:
     """
     from dpbnn import report
     from dpbnn.data import Column, Schema
-    from dpbnn.estimators.fitting import fit
+    from dpbnn.estimators.fitting import train
     from dpbnn.estimators.workspace import REPORT
     from dpbnn.runs import Run
 
@@ -48,7 +48,7 @@ def demo_command(out: Path, speaker: Speaker) -> None:
         random_state=0,
         progress=speaker.progress,
     )
-    fit(classifier, _named(x), y, out=out, settings={"made by": _MARK})
+    train(classifier, _named(x), y, out=out, settings={"made by": _MARK})
     if speaker.progress:
         print_table(plan_table(classifier.plan_))
     run = Run.open(out)

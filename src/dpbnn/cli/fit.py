@@ -98,7 +98,7 @@ def fit_command(
     Example:
       dpbnn fit train.csv --schema schema.toml --epsilon 1 --out run/
     """
-    from dpbnn.estimators.fitting import fit
+    from dpbnn.estimators.fitting import train
     from dpbnn.estimators.storage import plain_calibration
     from dpbnn.estimators.workspace import check_folder
 
@@ -118,7 +118,7 @@ def fit_command(
         estimator = unfitted(schema, method, epsilon, ledger, options)
         estimator.set_params(progress=speaker.progress)
         settings = {"table": table.name}
-        fit(estimator, rows, out=out, resume=resume, overwrite=overwrite, settings=settings)
+        train(estimator, rows, out=out, resume=resume, overwrite=overwrite, settings=settings)
     for name, value in estimator.calibration_.items():
         speaker.say(f"Calibration, {name}: {value:.4g}")
     speaker.say(f"Wrote {out}.")

@@ -100,7 +100,7 @@ class PrivateBayes(BaseEstimator):
             resume: go on with an interrupted fit in `out`, with the same settings and table.
             overwrite: replace a run in `out`; what it has spent stays in its ledger.
         """
-        return fitting.fit(self, X, y, out=out, resume=resume, overwrite=overwrite)
+        return fitting.train(self, X, y, out=out, resume=resume, overwrite=overwrite)
 
     def planned(self, rows: int, columns: int, classes: int | None = None) -> Plan:
         """Return the plan of a fit, with all that is paid beside the training.

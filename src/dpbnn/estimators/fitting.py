@@ -35,7 +35,7 @@ from dpbnn.progress import deferred_interrupt
 if TYPE_CHECKING:
     from dpbnn.estimators.estimator import PrivateBayes
 
-__all__ = ["Target", "fit", "planned"]
+__all__ = ["Target", "planned", "train"]
 
 SHARE = 0.1  # of epsilon, for bounds="private"
 _OPEN = "trained without privacy, as epsilon=None asks"
@@ -57,7 +57,7 @@ class Target:
     likelihood: Any
 
 
-def fit(
+def train(
     estimator: Fitted,
     X: Any,
     y: Any = None,
