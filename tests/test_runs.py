@@ -72,6 +72,11 @@ def test_a_saved_estimator_is_a_run_of_the_command_line(place, capsys):
     assert list(lines[0])[:3] == ["prediction", "p(yes)", "p(no)"]
     table = read_table("test.csv")
     assert [line["prediction"] for line in lines] == model.predict(table).tolist()
+    inside = model.predict_set(table)
+    assert inside.any(1).any()
+    for line, row in zip(lines, inside, strict=True):
+        held = [name for name in line["set"].split("|") if name]
+        assert sorted(held) == model.classes_[row].tolist()
     code, out, _ = run(capsys, "evaluate", "model", "test.csv", "--json")
     assert code == 0
     found = json.loads(out)

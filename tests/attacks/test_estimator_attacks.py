@@ -1,5 +1,6 @@
 """Attacks on estimators: frames that teach the encoding, and fits that go on wrongly."""
 
+import json
 import warnings
 
 import broken_versions as broken
@@ -10,7 +11,7 @@ from twins import fails_on, twins_of
 
 import dpbnn
 from dpbnn.data import Column, Schema
-from dpbnn.estimators import fitting
+from dpbnn.estimators import fitting, workspace
 
 pytestmark = pytest.mark.filterwarnings("ignore:epsilon = ")
 SCHEMA = Schema(
@@ -93,6 +94,21 @@ def test_item_35_released_statistics_are_used_with_their_ledger_alone(tmp_path):
         model.fit(people(), out=tmp_path / "run", resume=True)
 
 
+@fails_on(35, broken.resumed_fits_take_any_ledger)
+def test_item_35_a_fit_that_released_nothing_yet_keeps_to_its_ledger_too(tmp_path):
+    """Otherwise what a crashed attempt has spent would be in another ledger than the statement."""
+    book = tmp_path / "book.jsonl"
+    model = estimator(ledger=book)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fitting._Fit, "_keep", lambda *_, **__: 1 / 0)
+        patch.setattr(workspace.shutil, "rmtree", lambda *_, **__: None)  # nothing is cleaned up
+        with pytest.raises(ZeroDivisionError):
+            model.fit(people(), out=tmp_path / "run")
+    assert dpbnn.Ledger(book).releases == 2
+    with pytest.raises(ValueError, match="not in the ledger given"):
+        model.set_params(ledger=None).fit(people(), out=tmp_path / "run", resume=True)
+
+
 @fails_on(39, broken.resumed_fits_take_any_table)
 def test_item_39_a_resumed_fit_takes_no_other_table(tmp_path):
     """Without keys the training would go on with new noise on another table."""
@@ -107,7 +123,8 @@ def test_item_40_statistics_that_are_released_again_are_paid_for_again(tmp_path)
     """A crash between the release and its record: the next attempt releases another one."""
     out = tmp_path / "run"
     model = crashed(out)
-    (out / "progress" / "released.json").unlink()
+    path = out / "progress" / "released.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "values": {}}))
     once = dpbnn.Ledger(out / "ledger.jsonl").releases
     model.fit(people(), out=out, resume=True)
     held = dpbnn.Ledger(out / "ledger.jsonl")

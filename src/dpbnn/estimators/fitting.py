@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Target", "planned", "train"]
 
 SHARE = 0.1  # of epsilon, for bounds="private"
+_SHORT = 1_000_000  # rows seen by a training that ends so soon that four checkpoints will do
 _OPEN = "trained without privacy, as epsilon=None asks"
 Fitted = TypeVar("Fitted", bound="PrivateBayes")
 
@@ -186,7 +187,11 @@ class _Fit:
         if plans.bounds is not None or self.method is estimator.method:
             self.method.settled(self.plan)  # refuses settings before anything is paid for
         self.recipe.check(estimator._widths(), estimator.prior, self.plan)
-        self.released: dict[str, Any] = {} if place is None else place.released(self.ledger)
+        self.released: dict[str, Any] = {}
+        if place is not None and place.resumed:
+            self.released = place.released(self.ledger)
+        elif place is not None:
+            place.keep(self.ledger, {})  # names the ledger that another attempt must have
         self.seed = self.released.get(
             "seed", int(check_random_state(estimator.random_state).randint(2**31 - 1))
         )
@@ -277,6 +282,7 @@ class _Fit:
             return training.load(place.trained, device=estimator.device or "cpu")
         network = self.recipe.network(self.x.shape[1], estimator._widths(), self.target.outputs)
         inputs = torch.from_numpy(scaling(self.x, np.float32))
+        short = self.plan.steps * self.plan.batch_size < _SHORT
         posterior = training.fit(
             network,
             (inputs, torch.from_numpy(self.target.values[self.rows])),
@@ -287,6 +293,7 @@ class _Fit:
             ledger=self.ledger,
             out=None if place is None else place.training,
             resume=place is not None and place.checkpointed,
+            checkpoint_every=max(1, self.plan.steps // 4) if short else None,
             seed=self.seed,
             device=estimator.device,
             on_bad_rows=estimator.on_bad_rows,
