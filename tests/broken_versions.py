@@ -23,7 +23,7 @@ import windows
 from torch import nn
 
 import dpbnn
-from dpbnn import audit, checkpoint, messages, networks, resume, rows, runs, storage, training
+from dpbnn import audit, checkpoint, messages, networks, resume, rows, storage, training
 from dpbnn.calibration import release
 from dpbnn.contributions import Contributions, DenseContributions, outer, recorded, sites
 from dpbnn.contributions.attach import Attached
@@ -32,6 +32,7 @@ from dpbnn.contributions.outer import Outer
 from dpbnn.contributions.probe import _Probe
 from dpbnn.contributions.recorded import NetworkContributions
 from dpbnn.data import statistics
+from dpbnn.estimators import workspace
 from dpbnn.likelihoods import Categorical
 from dpbnn.methods.method import Descent, Problem
 from dpbnn.methods.sep import SEPProcess
@@ -687,9 +688,9 @@ def the_head_is_not_looked_at(patch: Patch) -> None:
 
 
 def a_run_keeps_its_ledger_to_itself_until_it_ends(patch: Patch) -> None:
-    book = runs.Workspace.book
+    book = workspace.Workspace.book
     patch.setattr(
-        runs.Workspace, "book",
+        workspace.Workspace, "book",
         lambda self, delta: book(
             dataclasses.replace(self, ledger=self.folder / "ledger.jsonl"), delta
         ),
@@ -764,6 +765,73 @@ def open_fits_are_recorded_nowhere(patch: Patch) -> None:
     around(
         patch, importlib.import_module("dpbnn.estimators.estimator").PrivateBayes, "_ledger", opened
     )
+
+
+def schemas_widen_to_the_data(patch: Patch) -> None:
+    """The bounds of a frame's numbers are those of its values."""
+    from dpbnn.estimators import frames
+
+    def encoded(schema, X, y, on_bad_rows, *, training=False):
+        table = frames.table_with(schema, X, y, on_bad_rows)
+        own = tuple(
+            dataclasses.replace(c, bounds=(0.0, float(np.nanmax(table[c.name])) + 1))
+            if c.bounds is not None
+            else c
+            for c in schema.columns
+        )
+        return dataclasses.replace(schema, columns=own).encode(
+            table, target=True, on_bad_rows=on_bad_rows
+        )
+
+    patch.setattr(frames, "encoded", encoded)
+
+
+def unknown_categories_are_learned(patch: Patch) -> None:
+    """A category that the schema does not know becomes one of its own."""
+    from dpbnn.estimators.estimator import PrivateBayes
+
+    def table(original, self, X, y):
+        own = []
+        for column in self.schema.columns:
+            known = column.categories
+            if known is not None:
+                seen = {str(value) for value in X[column.name] if value is not None}
+                column = dataclasses.replace(column, categories=(*known, *(seen - set(known))))
+            own.append(column)
+        self.schema = dataclasses.replace(self.schema, columns=tuple(own))
+        return original(self, X, y)
+
+    around(patch, PrivateBayes, "_table", table)
+
+
+def resumed_fits_take_any_ledger(patch: Patch) -> None:
+    def released(self, ledger):
+        path = self.progress / workspace.RELEASED
+        if not path.exists():
+            return {}
+        kept = json.loads(path.read_text())["values"]
+        return {name: storage.restored(value, {}) for name, value in kept.items()}
+
+    patch.setattr(workspace.Workspace, "released", released)
+
+
+def resumed_fits_take_any_table(patch: Patch) -> None:
+    def bind(original, self, estimator, table):
+        if not self.resumed:
+            original(self, estimator, table)
+
+    around(patch, workspace.Workspace, "bind", bind)
+
+
+def resumed_fits_charge_nothing_again(patch: Patch) -> None:
+    """What the ledger holds already under a label is not charged a second time."""
+
+    def spend(original, self, event, label="", **more):
+        if label == "private standardisation" and sum(e.count for e in self.spent(label)) >= 2:
+            return None
+        return original(self, event, label=label, **more)
+
+    around(patch, Ledger, "spend", spend)
 
 
 def ledgers_have_no_lock(patch: Patch) -> None:

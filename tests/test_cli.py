@@ -11,8 +11,9 @@ import pytest
 from command_line import run
 
 import dpbnn
+from dpbnn.estimators.workspace import new_run
 from dpbnn.messages import HiddenError
-from dpbnn.runs import Run, new_run
+from dpbnn.runs import Run
 
 PLAN = ["plan", "--delta", "1e-5", "--n", "60000", "--batch-size", "256", "--epochs", "15"]
 

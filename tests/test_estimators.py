@@ -543,7 +543,7 @@ def test_save_and_load_without_pickle(tmp_path, digits, fitted):
         PrivateBayesRegressor.load(folder)
     with pytest.raises(FileNotFoundError, match=r"manifest\.json"):
         PrivateBayesClassifier.load(tmp_path)
-    held = json.loads((folder / "manifest.json").read_text())
+    held = json.loads((folder / "model" / "manifest.json").read_text())
     assert held["params"]["epsilon"] == 3.0
 
 

@@ -76,6 +76,9 @@ BELOW = {
     },
     "estimators": {
         "calibration",
+        "checkpoint",
+        "progress",
+        "report",
         "messages",
         "privacy",
         "data",
@@ -90,7 +93,7 @@ BELOW = {
         "training",
         "",
     },
-    "runs": {"checkpoint", "privacy", "data", "estimators", "storage"},
+    "runs": {"privacy", "data", "estimators", "evaluation", "predictive", "report", "storage", ""},
     "cli": {
         "data",
         "estimators",

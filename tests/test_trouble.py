@@ -8,11 +8,20 @@ import pytest
 from command_line import run
 
 import dpbnn
-from dpbnn.data import Bounds, private_bounds
+from dpbnn.data import Bounds, Column, Schema, datasets, load_table, private_bounds
 from dpbnn.estimators.scaling import parsed_bounds
 
 ROWS = "age,sex,y\n" + "39,F,0\n50,M,1\n61,F,0\n20,M,1\n" * 10
 BOUNDS = 'age = [0, 100]\nsex = ["F", "M"]\ny = {}\n'
+SCHEMA = """
+[target]
+name = "y"
+classes = [0, 1]
+[columns.age]
+bounds = [0, 100]
+[columns.sex]
+categories = ["F", "M"]
+"""
 ABOUT = ("--target", "y", "--bounds", "bounds.toml")
 SHORT = ("--epochs", "5", "--quiet")
 
@@ -80,6 +89,63 @@ def test_compare_states_the_tuning_runs_that_were_declared(place, capsys):
         code, out, err = run(capsys, *common, *declared, "--out", f"out{len(declared)}")
         assert code == 0, err
         assert words in " ".join(out.split())
+
+
+ADULT = (
+    "age,workclass,fnlwgt,education,education-num,marital-status,occupation,relationship,race,sex,"
+    "capital-gain,capital-loss,hours-per-week,native-country,income"
+)
+
+
+def test_adult_from_the_raw_files_to_the_page_in_two_commands(either_folder, place, capsys):
+    """Files as they are published: no header, a comment line, other spellings in the test file."""
+    train, test = (str(path) for path in datasets._files("adult", either_folder))
+    whole, _, schema = load_table("adult", either_folder)
+    (place / "adult.toml").write_text(schema.to_toml())
+    written = ("--names", ADULT, "--comment", "|")
+    few = ("--epochs", "8") if whole.n > 20_000 else ()
+    code, out, err = run(capsys, "fit", train, *written, "--schema", "adult.toml", "--epsilon", "1",
+                         *few, "--out", "adult")  # fmt: skip
+    assert code == 0, err
+    assert "classification of 'income'" in out
+    code, out, err = run(capsys, "evaluate", "adult", test, *written, "--report", "page.html",
+                         "--group", "sex", "--json")  # fmt: skip
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["metrics"]["accuracy"]["value"] > 0.79
+    assert found["metrics"]["auroc"]["value"] > 0.8
+    page = (place / "page.html").read_text()
+    assert "Classification of income" in page
+    assert "native-country" in page
+    opened = dpbnn.load_run("adult")
+    assert 0.9 < opened.privacy.epsilon <= 1.0
+
+
+@pytest.mark.parametrize("epsilon", [1.0, None])
+def test_a_schema_learned_from_the_data_enters_no_private_fit(place, epsilon):
+    """And what was fitted before the estimator saw the data is in every statement."""
+    learned = Schema.learned("table.csv", "y", "classification")
+    model = dpbnn.PrivateBayesClassifier(schema=learned, epsilon=epsilon, epochs=2)
+    if epsilon is None:
+        assert not model.fit("table.csv").privacy_.private
+        return
+    with pytest.raises(ValueError, match="learned from the data"):
+        model.fit("table.csv")
+    model.set_params(schema=Schema.from_toml(SCHEMA)).fit("table.csv")
+    assert "a scaler's means" in " ".join(str(model.privacy_).split())
+
+
+def test_booleans_are_the_same_in_a_frame_and_in_a_file(place):
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"smokes": [True, False] * 20, "y": [True, False] * 20})
+    frame.to_csv("booleans.csv", index=False)
+    smokes = Column("smokes", categories=(True, False))
+    schema = Schema((smokes,), Column("y", categories=(True, False)))
+    one, other = (schema.encode(form) for form in (frame, "booleans.csv"))
+    assert np.array_equal(one[0], other[0])
+    assert np.array_equal(one[1], other[1])
+    model = dpbnn.PrivateBayesClassifier(schema=schema, epsilon=5.0, epochs=5).fit(frame)
+    assert model.predict("booleans.csv").dtype == bool
 
 
 def test_weak_promises_are_warned_of():

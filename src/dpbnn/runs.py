@@ -1,68 +1,80 @@
-"""Run directories: what a trained model leaves on disk, whole or not at all."""
+"""Runs: folders of trained models, opened to predict, evaluate and report.
+
+`dpbnn fit`, `fit(..., out=folder)` and `save` of the estimators write them.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
 import json
-import math
 import os
-import secrets
-import shutil
-import tempfile
-from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dpbnn.checkpoint import LOCK, folder_lock
+from dpbnn import report as reports
 from dpbnn.data.schema import Schema
+from dpbnn.data.table import as_table
+from dpbnn.estimators import frames, pages
 from dpbnn.estimators.estimator import PrivateBayes
-from dpbnn.estimators.storage import write as write_estimator
-from dpbnn.privacy.ledger import Ledger
-from dpbnn.storage import MANIFEST, read_manifest, replace_file, sync_tree, write_manifest
+from dpbnn.estimators.storage import opened, settings_of
+from dpbnn.estimators.workspace import FINGERPRINT, METRICS, REPORT, fingerprint
+from dpbnn.predictive import Predictive
+from dpbnn.privacy.statement import PrivacyStatement
+from dpbnn.report import RunPage
+from dpbnn.storage import replace_file
 
-__all__ = ["Run", "Workspace", "new_run", "plain_calibration"]
+if TYPE_CHECKING:
+    from dpbnn.estimators.pages import Tested
+    from dpbnn.evaluation import Evaluation
 
-FORMAT = "dpbnn-run"
-LEDGER, SCHEMA, MODEL = "ledger.jsonl", "schema.toml", "model"
-METRICS, REPORT = "metrics.json", "report.html"
-FINGERPRINT = "private.json"  # of the training table; it is no part of what may be published
-HEAD, PARTIAL = f"{LEDGER}.head", ".partial-"
+__all__ = ["Run", "load_run"]
+
+
+def load_run(folder: str | os.PathLike[str], *, device: str = "cpu") -> Run:
+    """Return a run, ready to predict raw tables.
+
+    Args:
+        folder: written by `dpbnn fit`, by `fit(..., out=folder)` or by `save` of an estimator.
+        device: where predictions are to be computed.
+    """
+    return Run.open(Path(folder), device)
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run directory that is complete.
+    """A run folder that is complete.
 
-    It holds manifest.json, schema.toml, model/ (the estimator), ledger.jsonl (unless the run used
-    another ledger), private.json, and after an evaluation metrics.json and report.html. All but
-    private.json, a fingerprint of the training table, may be given away.
+    It holds manifest.json, schema.toml (with a schema), model/ (the estimator), ledger.jsonl
+    (unless the run used another ledger), private.json, and after an evaluation metrics.json and
+    report.html. All but private.json, a fingerprint of the training table, may be given away.
 
     Attributes:
-        folder: the directory.
+        folder: the folder.
         manifest: settings, statement, versions and hashes.
-        schema: how tables are encoded.
-        estimator: the fitted estimator, on encoded inputs.
+        estimator: the fitted estimator.
     """
 
     folder: Path
     manifest: dict[str, Any]
-    schema: Schema
     estimator: PrivateBayes
 
     @classmethod
     def open(cls, folder: Path, device: str = "cpu") -> Run:
-        """Read a run directory, checking that no file was changed."""
-        return cls(
-            folder,
-            read_manifest(folder, FORMAT, "'dpbnn fit'"),
-            Schema.read(folder / SCHEMA),
-            PrivateBayes.load(folder / MODEL, device=device),
-        )
+        """Read a run folder, checking that no file was changed."""
+        estimator, manifest = opened(PrivateBayes, folder, device)
+        return cls(folder, manifest, estimator)
+
+    @property
+    def schema(self) -> Schema | None:
+        """How tables are encoded; None for an estimator that was fitted to numbers."""
+        return self.estimator.schema_
+
+    @property
+    def privacy(self) -> PrivacyStatement:
+        """The privacy statement of the model."""
+        return self.estimator.privacy_
 
     @property
     def metrics(self) -> dict[str, Any] | None:
@@ -72,170 +84,110 @@ class Run:
 
     @property
     def ledger(self) -> str | None:
-        """The ledger's path as a reader would type it; None in older runs without privacy."""
-        return self.manifest["ledger"]
+        """The ledger's path as a reader would type it; None where it is not known."""
+        return self.manifest.get("ledger")
 
-    def check_test_table(self, x: Any, y: Any) -> None:
-        """Raise where an encoded table is the very one that the run was trained on."""
-        path = self.folder / FINGERPRINT
-        if path.is_file():
-            known = json.loads(path.read_text())
-            if fingerprint(x, y, bytes.fromhex(known["salt"])) == known["table"]:
-                raise ValueError(
-                    "the table is the one that the run was trained on, so its figures would not "
-                    "say how the model does on new records; give other records, or "
-                    "--training-table to evaluate it anyway"
-                )
+    def predict(self, table: Any) -> np.ndarray:
+        """Return the predicted label or mean of every row.
+
+        Args:
+            table: a raw data frame, an Arrow table, a mapping of columns, or the path of a file.
+        """
+        return self.estimator.predict(table)
+
+    def predictive(self, table: Any) -> Predictive:
+        """Return the predictive distribution of every row; see `PrivateBayes.predictive`.
+
+        Args:
+            table: as in `predict`.
+        """
+        return self.estimator.predictive(table)
+
+    def evaluate(
+        self, table: Any, y: Any = None, *, training_table: bool = False, **options: Any
+    ) -> Evaluation:
+        """Return metrics on a test table; the very table of the training is refused.
+
+        Args:
+            table: as in `predict`; it may hold the targets.
+            y: test targets, where the table does not hold them.
+            training_table: let the table be the one of the training.
+            **options: of `dpbnn.evaluation.evaluate`.
+        """
+        return self.tested(table, y, training_table=training_table, **options).evaluation
+
+    def report(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        table: Any = None,
+        y: Any = None,
+        *,
+        training_table: bool = False,
+        test_data_public: bool = False,
+        **options: Any,
+    ) -> Path:
+        """Write the page of the run, and return its path.
+
+        Args:
+            path: of the page; report.html in the run folder by default.
+            table: a test table; None takes the figures of the last evaluation, if there are any.
+            y: as in `evaluate`.
+            training_table: likewise.
+            test_data_public: single test records may be shown.
+            **options: of `dpbnn.evaluation.evaluate`.
+        """
+        out = self.folder / REPORT if path is None else Path(path)
+        if table is None:
+            return reports.write(self.page(self.metrics), out)
+        rows = as_table(table) if self.schema is not None else table
+        found = self.tested(rows, y, training_table=training_table, **options)
+        values = pages.values_of(found)
+        self.write_metrics(values)
+        contents = self.page(values, test_data_public=test_data_public)
+        if test_data_public and self.schema is not None:
+            contents = pages.with_records(contents, self.estimator, rows, found)
+        return reports.write(contents, out)
+
+    def tested(
+        self, table: Any, y: Any = None, *, training_table: bool = False, **options: Any
+    ) -> Tested:
+        """Return predictions, truth and metrics of a test table; see `evaluate`."""
+        if self.schema is not None:
+            table, y = frames.table_with(self.schema, table, y, "error"), None
+        if not training_table:
+            self._check_test_table(table, y)
+        return pages.tested(self.estimator, table, y, options)
+
+    def page(self, evaluation: Any, *, test_data_public: bool = False) -> RunPage:
+        """Return the page of the run, without any test record."""
+        manifest = self.manifest
+        return pages.page(
+            self.estimator,
+            evaluation,
+            test_data_public=test_data_public,
+            privacy=manifest.get("privacy"),
+            settings=manifest.get("settings", settings_of(self.estimator)),
+            versions=manifest["versions"],
+            hashes=manifest["files"],
+            ledger=self.ledger,
+            created=manifest.get("created", "")[:10],
+        )
 
     def write_metrics(self, values: dict[str, Any]) -> None:
         """Write metrics.json, whole or not at all."""
         text = json.dumps(values, indent=2) + "\n"
         replace_file(self.folder / METRICS, lambda path: path.write_text(text))
 
-
-@dataclasses.dataclass(frozen=True)
-class Workspace:
-    """A folder inside the run directory to be, and the ledger that the run spends from.
-
-    Attributes:
-        folder: where the model is written until it is complete.
-        ledger: path of the ledger.
-        own: whether it is the run's own, which limits nothing.
-        named: how the manifest names the ledger.
-    """
-
-    folder: Path
-    ledger: Path
-    own: bool
-    named: str
-
-    def book(self, delta: float) -> Ledger | str:
-        """Return the ledger for an estimator; a new one of the user's gets the fit's budget.
-
-        Args:
-            delta: of the run's own ledger, where it is new.
-        """
-        return Ledger(self.ledger, delta=delta) if self.own else str(self.ledger)
-
-    def save(
-        self,
-        estimator: PrivateBayes,
-        schema: Schema,
-        settings: dict[str, Any],
-        trained_on: tuple[Any, Any],
-    ) -> None:
-        """Write model, schema, manifest and the fingerprint of the encoded training table.
-
-        The manifest names the ledger, not the model; it does not know of the fingerprint.
-        """
-        estimator.set_params(ledger=None)
-        (self.folder / MODEL).mkdir()
-        write_estimator(estimator, self.folder / MODEL)
-        (self.folder / SCHEMA).write_text(schema.to_toml(), encoding="utf-8")
-        values = {
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "settings": settings,
-            "calibration": plain_calibration(estimator),
-            "ledger": self.named,
-            "privacy": estimator.privacy_.to_dict(),
-        }
-        write_manifest(self.folder, FORMAT, values)
-        salt = secrets.token_bytes(16)
-        known = {
-            "note": "a fingerprint of the training table: keep this file to yourself",
-            "salt": salt.hex(),
-            "table": fingerprint(*trained_on, salt),
-        }
-        with open(
-            self.folder / FINGERPRINT, "w", opener=lambda path, flags: os.open(path, flags, 0o600)
-        ) as file:
-            json.dump(known, file, indent=2)
-
-
-@contextlib.contextmanager
-def new_run(out: Path, *, overwrite: bool, ledger: Path | None = None) -> Iterator[Workspace]:
-    """Yield a workspace whose files go to the run directory `out` when the block ends well.
-
-    **Guarantee.** The ledger is made in `out` before anything is spent, and never moved or copied.
-    One process at a time works in `out`. Whatever happens, a ledger in which something was spent
-    stays; where nothing was, nothing is left behind. A run that replaces another goes on with its
-    ledger.
-
-    Args:
-        out: the run directory.
-        overwrite: replace a run that is there already.
-        ledger: spend from this ledger instead of one in the run directory.
-    """
-    if not out.absolute().parent.is_dir():
-        raise ValueError(f"{out}: its parent is not a folder; make that one first")
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out}: exists already and is not a run; give another folder")
-    made = not out.exists()
-    own = out / LEDGER
-    kept = own.exists() or (out / HEAD).exists()
-    with folder_lock(out):
-        try:
-            _check_place(out, overwrite)
-            if ledger is not None and own.exists():
-                raise ValueError(
-                    f"{out}: has a ledger of its own, which a run in its place must continue; "
-                    f"leave --ledger out or give another folder"
-                )
-            named = LEDGER if ledger is None else str(ledger)
-            with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=out) as partial:
-                yield Workspace(Path(partial), ledger or own, ledger is None, named)
-                _put_in_place(Path(partial), out)
-        except BaseException:
-            if not kept and own.is_file() and Ledger(own).untouched:
-                own.unlink()
-                (out / HEAD).unlink()
-            if made and all(part.name == LOCK for part in out.iterdir()):
-                shutil.rmtree(out)
-            raise
-
-
-def fingerprint(x: Any, y: Any, salt: bytes) -> str:
-    """Return a salted hash of an encoded table: of all its rows, in order."""
-    found = hashlib.blake2b(salt=salt, digest_size=16)
-    for part in (x, y):
-        values = np.ascontiguousarray(part)
-        found.update(f"{values.dtype} {values.shape}".encode())
-        found.update(values.tobytes())
-    return found.hexdigest()
-
-
-def plain_calibration(estimator: PrivateBayes) -> dict[str, float | None]:
-    """Return what held-out rows have decided as JSON values; an infinite threshold is None."""
-    found = estimator.calibration_.items()
-    return {name: value if math.isfinite(value) else None for name, value in found}
-
-
-def _check_place(out: Path, overwrite: bool) -> None:
-    """Raise where `out` is in use; remove what a process that was killed has left."""
-    for left in out.glob(f"{PARTIAL}*"):
-        shutil.rmtree(left)
-    there = {part.name for part in out.iterdir()} - {LOCK}
-    if there and not there & {MANIFEST, LEDGER, HEAD}:
-        raise ValueError(f"{out}: exists already and is not a run; give another folder")
-    if (
-        there
-        and not overwrite
-        and ((out / MANIFEST).exists() or not Ledger(out / LEDGER).untouched)
-    ):
-        raise ValueError(
-            f"{out}: holds a run already; give another folder, or --overwrite to replace it (what "
-            f"it has spent stays in its ledger)"
-        )
-
-
-def _put_in_place(partial: Path, out: Path) -> None:
-    """Move the files of a finished run to their place, the manifest last."""
-    sync_tree(partial)
-    (out / MANIFEST).unlink(missing_ok=True)
-    for name in (METRICS, REPORT, FINGERPRINT):
-        (out / name).unlink(missing_ok=True)
-    shutil.rmtree(out / MODEL, ignore_errors=True)
-    if (partial / FINGERPRINT).exists():
-        os.replace(partial / FINGERPRINT, out / FINGERPRINT)
-    for name in (MODEL, SCHEMA, MANIFEST):
-        os.replace(partial / name, out / name)
+    def _check_test_table(self, table: Any, y: Any) -> None:
+        """Raise where a table is the very one that the run was trained on."""
+        path = self.folder / FINGERPRINT
+        if not path.is_file():
+            return
+        known = json.loads(path.read_text())
+        x, y = self.estimator._known(table, y)
+        if fingerprint(x, y, bytes.fromhex(known["salt"])) == known["table"]:
+            raise ValueError(
+                "the table is the one that the run was trained on, so its figures would not "
+                "say how the model does on new records; give other records, or "
+                "training_table=True (--training-table) to evaluate it anyway"
+            )

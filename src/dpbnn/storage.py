@@ -29,7 +29,8 @@ from dpbnn import __version__
 from dpbnn.privacy.locks import sync_folder
 
 MANIFEST = "manifest.json"
-VERSION = 2  # version 1: an estimator's manifest is estimator.json; a run's hashes are all in one
+VERSION = 3  # version 1: an estimator's manifest is estimator.json; a run's hashes are all in one;
+# version 2: a saved estimator has no run around it, and that of a run takes encoded inputs
 _FIRST = "estimator.json"
 
 
@@ -99,6 +100,25 @@ class Manifest(dict[str, Any]):
         raise ValueError(f"a {MANIFEST} lacks its entry {name!r}; copy the whole folder again.")
 
 
+def versions() -> dict[str, str]:
+    """Return the versions of the software that a model depends on."""
+    return {
+        "dpbnn": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "dp-accounting": importlib.metadata.version("dp-accounting"),
+        "python": platform.python_version(),
+    }
+
+
+def format_of(folder: Path) -> str | None:
+    """Return what the manifest of a folder says that it holds, before anything is checked."""
+    for name in (MANIFEST, _FIRST):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            return str(json.loads((folder / name).read_text()).get("format"))
+    return None
+
+
 def write_manifest(folder: Path, format: str, values: Mapping[str, Any]) -> None:
     """Write the manifest of a folder whose files are complete.
 
@@ -112,13 +132,7 @@ def write_manifest(folder: Path, format: str, values: Mapping[str, Any]) -> None
         "format": format,
         "version": VERSION,
         **values,
-        "versions": {
-            "dpbnn": __version__,
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "dp-accounting": importlib.metadata.version("dp-accounting"),
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
         "files": {path.relative_to(folder).as_posix(): _hash(path) for path in files},
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")

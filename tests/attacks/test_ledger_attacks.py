@@ -18,10 +18,10 @@ from twins import fails_on, twins_of
 
 import dpbnn
 from dpbnn.contributions import DenseContributions
+from dpbnn.estimators.workspace import new_run
 from dpbnn.posteriors import PointPosterior
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger_file import Locked
-from dpbnn.runs import new_run
 
 EVENT = dpbnn.FullBatch(100).event(2.0, 40)
 

@@ -316,3 +316,14 @@ def test_text_of_frames_and_files_is_held_by_arrow(tmp_path):
         ].argmax(1).tolist() == [0, 2, 1]
     mixed = pandas.DataFrame({"a": pandas.Series(["x", 2, True], dtype="category")})
     assert as_table(mixed)["a"].tolist() == ["x", "2", "true"]
+
+
+def test_missing_values_of_arrow_categories_stay_missing():
+    """`to_numpy` of a dictionary array gives them the last category."""
+    arrow = pytest.importorskip("pyarrow")
+    coded = arrow.array(["a", None, "b"]).dictionary_encode()
+    whole = arrow.array([7, None, 8]).dictionary_encode()
+    for kind in (arrow.table, arrow.RecordBatch.from_pydict):
+        table = as_table(kind({"c": coded, "n": whole}))
+        assert table.raw("c").tolist() == ["a", None, "b"]
+        assert np.array_equal(table["n"], [7, np.nan, 8], equal_nan=True)

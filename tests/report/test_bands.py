@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from dpbnn.cli.bands import band_along
 from dpbnn.data import Column, Schema
+from dpbnn.estimators.bands import band_along
 from dpbnn.predictive import RealPredictive
 
 SCHEMA = Schema(

@@ -8,19 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import dpbnn
-from dpbnn.cli.fit import (
-    fitted,
-    read_training_table,
-    settings_of,
-    table_options,
-    training_options,
-    unfitted,
-)
+from dpbnn.cli.fit import read_training_table, table_options, training_options, unfitted
 from dpbnn.cli.options import read
 from dpbnn.cli.say import Speaker, speaking
 from dpbnn.privacy.checks import round_up
 
 if TYPE_CHECKING:
+    from dpbnn.data import Table
+    from dpbnn.estimators.estimator import PrivateBayes
     from dpbnn.privacy.plan import Plan
 
 _PATH = click.Path(path_type=Path)
@@ -65,7 +60,8 @@ def compare_command(
     if not out.absolute().parent.is_dir():
         raise ValueError(f"{out}: its parent is not a folder; make that one first")
     with speaker.warnings():
-        schema, x, y = read_training_table(table, options, private=True, ledger=ledger)
+        schema, table_rows = read_training_table(table, options, private=True, ledger=ledger)
+        x, _ = schema.encode(table_rows, target=True, on_bad_rows=options["on_bad_rows"])
         tested = read(test, options)
         inputs, _ = schema.encode(tested, target=True, on_bad_rows=options["on_bad_rows"])
         usable = ~np.isnan(inputs).any(1)
@@ -96,49 +92,43 @@ def compare_command(
     rows = []
     for (method, epsilon), plan in zip(cells, plans, strict=True):
         speaker.say(f"{method} at epsilon {epsilon:g}")
-        rows.append(
-            _run(schema, x, y, tested, method, epsilon, plan, out, book, table, speaker, options)
-        )
+        estimator = unfitted(schema, method, epsilon, None, options)
+        rows.append(_run(estimator, table_rows, tested, plan, out, book, table.name, speaker))
     _finish(rows, total, out, book, speaker, options["tuning_runs"])
 
 
 def _run(
-    schema: Any,
-    x: Any,
-    y: Any,
-    tested: Any,
-    method: str,
-    epsilon: float,
+    estimator: PrivateBayes,
+    rows: Table,
+    tested: Table,
     plan: Plan,
     out: Path,
     book: Path,
-    table: Path,
+    table: str,
     speaker: Speaker,
-    options: dict[str, Any],
 ) -> Any:
     """Fit and evaluate one cell of the comparison, and return its row."""
     from dpbnn import report
-    from dpbnn.cli.evaluate import evaluated, page
-    from dpbnn.runs import REPORT, Run, new_run
+    from dpbnn.estimators.fitting import train
+    from dpbnn.estimators.recipes import default_delta
+    from dpbnn.estimators.workspace import REPORT
+    from dpbnn.runs import Run
 
-    name = f"{method}-{epsilon:g}"
-    with speaker.warnings(), new_run(out / name, overwrite=False, ledger=book) as workspace:
-
-        def opened(delta: float) -> dpbnn.Ledger:
-            return dpbnn.Ledger(book, delta=None if book.exists() else delta)
-
-        estimator = fitted(schema, x, y, method, epsilon, opened, speaker, options)
-        settings = {"table": table.name, "method": method, "epsilon": epsilon}
-        workspace.save(estimator, schema, {**settings, **settings_of(options)}, (x, y))
+    method = estimator.method
+    name = f"{method}-{estimator.epsilon:g}"
+    delta = None if book.exists() else estimator.delta or default_delta(rows.n)
+    estimator.set_params(ledger=dpbnn.Ledger(book, delta=delta), progress=speaker.progress)
+    with speaker.warnings():
+        train(estimator, rows, out=out / name, settings={"table": table})
     run = Run.open(out / name)
-    _, _, evaluation = evaluated(run, tested)
+    evaluation = run.tested(tested).evaluation
     run.write_metrics(evaluation.to_dict())
-    report.write(page(run, evaluation), run.folder / REPORT)
+    written = report.write(run.page(evaluation), run.folder / REPORT)
     speaker.say(evaluation)
     own = plan.statement(
         labels=[method] * len(plan.events), clip=estimator.posterior_.settings["clip"]
     )
-    return report.ComparisonRow(method, own, evaluation, report=f"{name}/{REPORT}")
+    return report.ComparisonRow(method, own, evaluation, report=f"{name}/{written.name}")
 
 
 def _finish(

@@ -30,41 +30,36 @@ def demo_command(out: Path, speaker: Speaker) -> None:
       dpbnn demo
     """
     from dpbnn import report
-    from dpbnn.cli.evaluate import page
     from dpbnn.data import Column, Schema
-    from dpbnn.runs import REPORT, Run, new_run
+    from dpbnn.estimators.fitting import train
+    from dpbnn.estimators.workspace import REPORT
+    from dpbnn.runs import Run
 
     _clear(out)
     pixels = tuple(Column(f"pixel{i}", bounds=(0.0, 16.0)) for i in range(64))
     schema = Schema(pixels, Column("digit", categories=tuple("0123456789")))
     x, x_test, y, y_test = _digits()
-    with new_run(out, overwrite=False) as workspace:
-        speaker.say(f"Digits: {len(x)} training images of {x.shape[1]} pixels.")
-        classifier = dpbnn.PrivateBayesClassifier(
-            epsilon=3.0,
-            delta=1e-5,
-            bounds=(0, 16),
-            classes=range(10),
-            ledger=dpbnn.Ledger(workspace.ledger, delta=1e-5),
-            tuning_runs=_TUNING_RUNS,
-            random_state=0,
-            progress=speaker.progress,
-        )
-        classifier.fit(x, y)
-        if speaker.progress:
-            print_table(plan_table(classifier.plan_))
-        workspace.save(
-            classifier, schema, {"made by": _MARK, "method": "auto", "epsilon": 3.0}, (x, y)
-        )
+    speaker.say(f"Digits: {len(x)} training images of {x.shape[1]} pixels.")
+    classifier = dpbnn.PrivateBayesClassifier(
+        epsilon=3.0,
+        delta=1e-5,
+        schema=schema,
+        tuning_runs=_TUNING_RUNS,
+        random_state=0,
+        progress=speaker.progress,
+    )
+    train(classifier, _named(x), y, out=out, settings={"made by": _MARK})
+    if speaker.progress:
+        print_table(plan_table(classifier.plan_))
     run = Run.open(out)
-    predictive = classifier.predictive(x_test)
-    evaluation = classifier.evaluate(x_test, y_test)
+    found = run.tested(_named(x_test), y_test)
+    predictive, evaluation = found.predictive, found.evaluation
     run.write_metrics(evaluation.to_dict())
     examples = report.select_examples(
         predictive, y_test, images=x_test.reshape(-1, 8, 8) / 16, classes=schema.classes or ()
     )
     contents = dataclasses.replace(
-        page(run, evaluation, test_data_public=True), title="Handwritten digits", examples=examples
+        run.page(evaluation, test_data_public=True), title="Handwritten digits", examples=examples
     )
     written = report.write(contents, run.folder / REPORT)
     right = predictive.mode.numpy() == y_test
@@ -76,6 +71,10 @@ def demo_command(out: Path, speaker: Speaker) -> None:
     speaker.say(classifier.privacy_)
     speaker.say(f"Wrote {written}: open it in a browser.")
     speaker.result({"run": str(out), "report": str(written), **evaluation.to_dict()})
+
+
+def _named(images: Any) -> dict[str, Any]:
+    return {f"pixel{i}": images[:, i] for i in range(images.shape[1])}
 
 
 def _digits() -> Any:

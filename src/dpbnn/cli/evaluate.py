@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +12,9 @@ from dpbnn.cli.options import read, reading_options
 from dpbnn.cli.say import Speaker, speaking
 
 if TYPE_CHECKING:
-    from dpbnn.data import Column, Schema, Table
-    from dpbnn.evaluation import Evaluation
-    from dpbnn.predictive import Predictive
-    from dpbnn.report import RunPage
+    from dpbnn.data import Table
     from dpbnn.runs import Run
 
-_ALIKE = 3  # neighbouring columns with the same bounds that are listed one by one
 _PATH = click.Path(path_type=Path)
 _NOTE = "These figures are computed from the test data, which are not protected."
 
@@ -51,6 +45,8 @@ _NOTE = "These figures are computed from the test data, which are not protected.
               help="Single test records may be shown in the report.")  # fmt: skip
 @click.option("--training-table", is_flag=True,
               help="Evaluate on the very table of the training.")  # fmt: skip
+@click.option("--target", metavar="COLUMN",
+              help="Where the target is, for an estimator without a schema.")  # fmt: skip
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @speaking
 def evaluate_command(
@@ -62,6 +58,7 @@ def evaluate_command(
     positive: str | None,
     test_data_public: bool,
     training_table: bool,
+    target: str | None,
     device: str,
     speaker: Speaker,
     **options: Any,
@@ -73,7 +70,9 @@ def evaluate_command(
       dpbnn evaluate run/ test.csv --report report.html --group sex
     """
     from dpbnn import report as reports
-    from dpbnn.runs import REPORT, Run
+    from dpbnn.estimators import pages
+    from dpbnn.estimators.workspace import METRICS, REPORT
+    from dpbnn.runs import Run
 
     with speaker.warnings():
         opened = Run.open(run, device)
@@ -81,23 +80,23 @@ def evaluate_command(
         asked = {"threshold": threshold, **_positive(opened, positive)}
         if group is not None:
             asked |= {"groups": _group(rows, group), "group": group}
-        predictive, truth, evaluation = evaluated(opened, rows, training_table, **asked)
-        covered = coverage(opened, predictive, truth)
-    values = {**evaluation.to_dict(), **({"conformal": covered} if covered else {})}
+        inputs, truth = _columns(opened, rows, target)
+        found = opened.tested(inputs, truth, training_table=training_table, **asked)
+    values = pages.values_of(found)
     opened.write_metrics(values)
-    contents = page(opened, values, test_data_public=test_data_public)
-    if test_data_public:
-        contents = _with_records(contents, opened, rows, predictive, truth)
+    contents = opened.page(values, test_data_public=test_data_public)
+    if test_data_public and opened.schema is not None:
+        contents = pages.with_records(contents, opened.estimator, rows, found)
     written = reports.write(contents, report or opened.folder / REPORT)
-    speaker.say(evaluation)
-    if covered:
+    speaker.say(found.evaluation)
+    if covered := found.coverage:
         speaker.say(
             f"  {covered['kind']} hold the truth for a share of {covered['observed']:.4f}; "
             f"at least {covered['promised']:.2f} was promised; "
             f"mean size {covered['size'] or math.inf:.4g}"
         )
     speaker.say(_NOTE)
-    speaker.say(f"Wrote {opened.folder / 'metrics.json'} and {written}.")
+    speaker.say(f"Wrote {opened.folder / METRICS} and {written}.")
     speaker.result({"run": str(run), "report": str(written), **values})
 
 
@@ -112,44 +111,40 @@ def report_command(run: Path, out: Path | None, speaker: Speaker) -> None:
     Example:
       dpbnn report run/ --out report.html
     """
-    from dpbnn import report as reports
-    from dpbnn.runs import REPORT, Run
+    from dpbnn.runs import Run
 
-    opened = Run.open(run)
-    written = reports.write(page(opened, opened.metrics), out or opened.folder / REPORT)
+    written = Run.open(run).report(out)
     speaker.say(f"Wrote {written}.")
     speaker.result({"run": str(run), "report": str(written)})
 
 
-def evaluated(
-    run: Run, rows: Table, training_table: bool = False, **options: Any
-) -> tuple[Predictive, Any, Evaluation]:
-    """Return predictions, targets in their own units and their evaluation.
-
-    Args:
-        run: the run.
-        rows: the test table.
-        training_table: whether it may be the one of the training.
-        **options: of `dpbnn.evaluate`.
-    """
-    from dpbnn.evaluation import evaluate
-
-    x, y = run.schema.encode(rows, target=True)
-    if not training_table:
-        run.check_test_table(x, y)
-    truth = y if run.schema.classes is not None else run.schema.decode_target(y)
-    predictive = run.estimator.predictive(x)
-    options["classes"] = run.schema.classes or ()
-    return predictive, truth, evaluate(predictive, truth, **options)
+def _columns(run: Run, rows: Table, target: str | None) -> tuple[Table, Any]:
+    """Return the test inputs, and the targets where no schema says which column they are."""
+    if run.schema is not None:
+        if target not in (None, run.schema.target.name):
+            raise ValueError(
+                f"--target {target}: the schema of the run says {run.schema.target.name!r}"
+            )
+        return rows, None
+    if target is None or target not in rows:
+        given = "missing" if target is None else f"{target} is no column of the table"
+        raise ValueError(
+            f"--target: {given}; the run has no schema, so name the column of the true values; the "
+            f"table has {rows.listed()}"
+        )
+    others = {name: rows.column(name) for name in rows.names if name != target}
+    return type(rows)(others, source=rows.source, missing=rows.missing), rows[target]
 
 
 def _positive(run: Run, name: str | None) -> dict[str, int]:
     """Return the number of the positive class, of two."""
-    classes = run.schema.classes
+    from dpbnn.estimators.pages import names_of
+
+    classes = names_of(run.estimator)
     if name is None:
         return {}
-    if classes is None or len(classes) != 2 or name not in classes:
-        allowed = "a target of two classes" if len(classes or ()) != 2 else " or ".join(classes)
+    if len(classes) != 2 or name not in classes:
+        allowed = "a target of two classes" if len(classes) != 2 else " or ".join(classes)
         raise ValueError(f"--positive {name}: needs {allowed}")
     return {"positive": classes.index(name)}
 
@@ -162,133 +157,3 @@ def _group(rows: Table, column: str) -> list[str | None]:
         raise ValueError(f"--group {column}: no column of the table; it has {rows.listed()}")
     found = [cell(value) for value in rows.raw(column)]
     return [None if value in rows.missing else value for value in found]
-
-
-def coverage(run: Run, predictive: Predictive, truth: Any) -> dict[str, Any] | None:
-    """Return how often conformal sets or intervals hold the truth, and their mean size."""
-    estimator: Any = run.estimator
-    if estimator.threshold_ is None:
-        return None
-    if run.schema.classes is not None:
-        inside = estimator.covering(predictive)
-        held, size = inside[range(len(truth)), truth], float(inside.sum(1).mean())
-    else:
-        low, high = estimator.covering(predictive)
-        held, size = (low <= truth) & (truth <= high), float((high - low).mean())
-    return {
-        "kind": "sets" if run.schema.classes is not None else "intervals",
-        "promised": estimator.calibration_["coverage at least"],
-        "observed": float(held.mean()),
-        "size": size if math.isfinite(size) else None,
-    }
-
-
-def page(run: Run, evaluation: Any, *, test_data_public: bool = False) -> RunPage:
-    """Return the page of a run, without any test record."""
-    from dpbnn import report as reports
-    from dpbnn.cli.bands import band_along
-
-    settings = {**run.manifest["settings"], "model": run.estimator.posterior_.settings}
-    if calibration := dict(run.estimator.calibration_):
-        if isinstance(evaluation, dict) and "conformal" in evaluation:
-            calibration |= {
-                f"{name} on the test records": evaluation["conformal"][key]
-                for name, key in (("coverage", "observed"), ("mean size", "size"))
-            }
-        settings["calibration by held-out rows"] = calibration
-    return reports.RunPage(
-        privacy=run.manifest["privacy"],
-        evaluation=evaluation,
-        rows=_rows(run),
-        public=described(run.schema),
-        promise=_promise(run, evaluation),
-        title=f"{run.schema.task.capitalize()} of {run.schema.target.name}",
-        settings=settings,
-        versions=run.manifest["versions"],
-        hashes=run.manifest["files"],
-        diagnostics=run.estimator.diagnostics_,
-        band=band_along(run.schema, run.estimator.predictive),
-        test_data_public=test_data_public,
-        ledger=run.ledger,
-        created=run.manifest["created"][:10],
-    )
-
-
-def _rows(run: Run) -> dict[str, int]:
-    """Return the numbers of rows that the statement names, which are public."""
-    mechanisms = run.manifest["privacy"].get("mechanisms", ())
-    found = {m["label"]: m["n"] for m in mechanisms if m.get("n") is not None}
-    calibration = {
-        name: found.pop(name, None) for name in ("recalibration", "conformal calibration")
-    }
-    if run.estimator.get_params().get("recalibrate") == "training":
-        calibration["recalibration"] = None  # its rows are among those of the training
-    if not found:
-        return {}
-    held = {name: n for name, n in calibration.items() if n is not None}
-    return {"training": max(found.values()), **held}
-
-
-def described(schema: Schema) -> dict[str, str]:
-    """Return columns and target with their public bounds or categories, in words."""
-    found = {}
-    for words, columns in itertools.groupby(schema.columns, _described):
-        names = [column.name for column in columns]
-        if len(names) > _ALIKE:
-            names = [f"{names[0]} to {names[-1]}, {len(names)} columns"]
-        found |= dict.fromkeys(names, words)
-    return {**found, f"{schema.target.name} (target)": _described(schema.target)}
-
-
-def _described(column: Column) -> str:
-    from dpbnn.report.template import short
-
-    if column.bounds is not None and column.categories is None:
-        low, high = map(float, column.bounds)
-        words = f"number, {short(low)} to {short(high)}" + ", in logarithms" * column.log
-    else:
-        words = f"categories {short(list(column.categories or ()))}" + ", or another" * column.other
-    return words if column.missing == "refuse" else f"{words}; missing values: {column.missing}"
-
-
-def _promise(run: Run, evaluation: Any) -> str:
-    """Say what conformal sets or intervals promise and hold, empty where there are none."""
-    promised = run.estimator.calibration_.get("coverage at least")
-    if promised is None:
-        return ""
-    kind = "Prediction sets" if run.schema.classes is not None else "Prediction intervals"
-    text = (
-        f"{kind} hold the truth for at least {100 * promised:g} % of new records, however good the "
-        f"model is, as long as those are drawn like the training records."
-    )
-    found = (evaluation or {}).get("conformal") if isinstance(evaluation, dict) else None
-    if found:
-        text += f" On the test records they held {100 * found['observed']:.1f} %."
-    return text
-
-
-def _with_records(
-    contents: RunPage, run: Run, rows: Table, predictive: Predictive, truth: Any
-) -> RunPage:
-    """Return the page with the most and least certain test records."""
-    from dpbnn import report as reports
-
-    names = [column.name for column in run.schema.columns]
-    records = _Records(rows, names)
-    classes = run.schema.classes or ()
-    examples = reports.select_examples(predictive, truth, rows=records, classes=classes)
-    return dataclasses.replace(contents, examples=examples)
-
-
-class _Records:
-    """Rows of a table as mappings, made on demand."""
-
-    def __init__(self, table: Table, names: list[str]) -> None:
-        self.table, self.names = table, names
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        part = self.table.rows(row, row + 1)
-        return {name: part.raw(name)[0] for name in self.names}
-
-    def __len__(self) -> int:
-        return self.table.n

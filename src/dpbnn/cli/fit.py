@@ -13,12 +13,11 @@ from dpbnn.cli.options import read, reading_options, with_options
 from dpbnn.cli.say import Speaker, speaking
 
 if TYPE_CHECKING:
-    from dpbnn.data import Schema
+    from dpbnn.data import Schema, Table
     from dpbnn.estimators.estimator import PrivateBayes
 
 _PATH = click.Path(path_type=Path)
 _ABOUT = ("schema", "target", "bounds", "task")
-_READING = ("encoding", "separator", "decimal", "names")
 
 
 def table_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,6 +80,8 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @training_options
 @click.option("--out", type=_PATH, required=True, help="The run directory to be made.")
 @click.option("--overwrite", is_flag=True, help="Replace a run; the new one continues its ledger.")
+@click.option("--resume", is_flag=True, help="Go on with a fit that was interrupted; give the same "
+              "table and options again.")  # fmt: skip
 @speaking
 def fit_command(
     table: Path,
@@ -89,6 +90,7 @@ def fit_command(
     method: str,
     out: Path,
     overwrite: bool,
+    resume: bool,
     ledger: Path | None,
     speaker: Speaker,
     **options: Any,
@@ -99,77 +101,56 @@ def fit_command(
     Example:
       dpbnn fit train.csv --schema schema.toml --epsilon 1 --out run/
     """
-    from dpbnn.runs import new_run, plain_calibration
+    from dpbnn.estimators.fitting import train
+    from dpbnn.estimators.storage import plain_calibration
+    from dpbnn.estimators.workspace import check_folder
 
     if (epsilon is None) == (not non_private):
         raise ValueError(
             "--epsilon: give a budget, such as --epsilon 1, or --non-private, and not both"
         )
-    with speaker.warnings(), new_run(out, overwrite=overwrite, ledger=ledger) as workspace:
-        schema, x, y = read_training_table(table, options, private=not non_private, ledger=ledger)
+    check_folder(out, resume=resume)
+    with speaker.warnings():
+        schema, rows = read_training_table(table, options, private=not non_private, ledger=ledger)
         speaker.say(
-            f"{table}: {len(x)} rows, {len(schema.columns)} columns ({x.shape[1]} after encoding), "
-            f"{schema.task} of {schema.target.name!r}."
+            f"{table}: {rows.n} rows, {len(schema.columns)} columns ({len(schema.features)} after "
+            f"encoding), {schema.task} of {schema.target.name!r}."
         )
         if non_private:
             speaker.say("*** NOT PRIVATE *** --non-private trains without any guarantee.")
-        estimator = fitted(schema, x, y, method, epsilon, workspace.book, speaker, options)
-        settings = {
-            "table": table.name,
-            "method": method,
-            "epsilon": epsilon,
-            **settings_of(options),
-        }
-        workspace.save(estimator, schema, settings, (x, y))
+        estimator = unfitted(schema, method, epsilon, ledger, options)
+        estimator.set_params(progress=speaker.progress)
+        settings = {"table": table.name}
+        train(estimator, rows, out=out, resume=resume, overwrite=overwrite, settings=settings)
     for name, value in estimator.calibration_.items():
         speaker.say(f"Calibration, {name}: {value:.4g}")
     speaker.say(f"Wrote {out}.")
     speaker.say(estimator.privacy_)
-    values = {"rows": len(x), "calibration": plain_calibration(estimator)}
+    values = {"rows": rows.n, "calibration": plain_calibration(estimator)}
     speaker.result({"run": str(out), **values, "privacy": estimator.privacy_.to_dict()})
 
 
 def read_training_table(
     table: Path, options: dict[str, Any], *, private: bool, ledger: Path | None = None
-) -> tuple[Schema, Any, Any]:
-    """Return the schema and the encoded table, or raise before anything is spent."""
+) -> tuple[Schema, Table]:
+    """Return the schema and the raw table, or raise before anything is spent."""
     from dpbnn.cli.schema import chosen_schema
 
     rows = read(table, options)
     about = {name: options[name] for name in _ABOUT}
     found = chosen_schema(rows, **about, private=private, ledger=ledger)
     found.check(rows, on_bad_rows=options["on_bad_rows"])
-    x, y = found.encode(rows, target=True, on_bad_rows=options["on_bad_rows"])
-    return found, x, y
-
-
-def fitted(
-    schema: Schema,
-    x: Any,
-    y: Any,
-    method: str,
-    epsilon: float | None,
-    ledger: Callable[[float], Any],
-    speaker: Speaker,
-    options: dict[str, Any],
-) -> PrivateBayes:
-    """Return an estimator fitted to an encoded table, which predicts in the original units."""
-    from dpbnn.estimators.recipes import default_delta
-
-    book = ledger(options["delta"] or default_delta(len(x)))
-    estimator = unfitted(schema, method, epsilon, book, options)
-    estimator.set_params(progress=speaker.progress)
-    return estimator.fit(x, y if schema.classes is not None else schema.decode_target(y))
+    return found, rows
 
 
 def unfitted(
     schema: Schema, method: str, epsilon: float | None, ledger: Any, options: dict[str, Any]
 ) -> PrivateBayes:
-    """Return the estimator that the options ask for."""
+    """Return the estimator that the options ask for, which takes raw tables."""
     arguments = {
         "method": method,
         "epsilon": epsilon,
-        "bounds": (-1.0, 1.0),
+        "schema": schema,
         "hidden": _widths(options["hidden"]),
         "ledger": ledger,
         "random_state": options["seed"],
@@ -184,32 +165,23 @@ def unfitted(
         "conformal": options.get("conformal"),
     }  # fmt: skip
     if schema.classes is not None:
-        weights = _class_weight(options.get("class_weight") or (), schema.classes)
-        return dpbnn.PrivateBayesClassifier(
-            classes=range(len(schema.classes)), class_weight=weights, **arguments
-        )
+        weights = _class_weight(options.get("class_weight") or (), schema)
+        return dpbnn.PrivateBayesClassifier(class_weight=weights, **arguments)
     if options.get("class_weight"):
         raise ValueError("--class-weight: the target is a number and has no classes; leave it out")
-    return dpbnn.PrivateBayesRegressor(target_bounds=schema.target.bounds, **arguments)
+    return dpbnn.PrivateBayesRegressor(**arguments)
 
 
-def settings_of(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of the training that were given, as plain values."""
-    return {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in options.items()
-        if value not in (None, ()) and name not in (*_ABOUT, *_READING)
-    }
+def _class_weight(texts: Sequence[str], schema: Schema) -> dict[Any, float] | None:
+    """Return weights by the label, as estimators have it; None where there are none."""
+    from dpbnn.estimators import frames
 
-
-def _class_weight(texts: Sequence[str], classes: Sequence[Any]) -> dict[int, float] | None:
-    """Return weights by the number of the class; None where there are none."""
-    names = [str(name) for name in classes]
-    found: dict[int, float] = {}
+    names, labels = [str(name) for name in schema.classes or ()], frames.labels(schema).tolist()
+    found: dict[Any, float] = {}
     for text in texts:
         label, _, weight = text.rpartition("=")
         try:
-            found[names.index(label)] = float(weight)
+            found[labels[names.index(label)]] = float(weight)
         except ValueError:
             raise ValueError(
                 f"--class-weight {text}: must be LABEL=WEIGHT with one of {', '.join(names)}, such "

@@ -18,6 +18,7 @@ def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--encoding", default="utf-8", show_default=True, help="Of text files."),
         click.option("--separator", help="Between values [default: found from the first lines]."),
         click.option("--decimal", default=".", show_default=True, help="Decimal point."),
+        click.option("--comment", metavar="MARK", help="Lines that begin so are skipped."),
         click.option("--names", help="Names of the columns, with commas, where a text file has no "
                      "header."),
     )  # fmt: skip
@@ -45,5 +46,6 @@ def read(table: Path, options: dict[str, Any]) -> Table:
         separator=options["separator"],
         decimal=options["decimal"],
         encoding=options["encoding"],
+        comment=options["comment"],
         on_bad_rows=options.get("on_bad_rows", "error"),
     )

@@ -83,13 +83,13 @@ def predict_command(
         opened = Run.open(run, device)
         rule = "zero" if on_bad_rows == "keep" else "error"
         rows = read(table, {**options, "on_bad_rows": rule})
-        x, _ = opened.schema.encode(rows, target=False, on_bad_rows=rule)
+        x, problems = _encoded(opened, rows, rule, kept=identifier)
     output = _Output(
         opened,
         x,
         level,
         None if identifier is None else (identifier, _identifiers(rows, identifier)),
-        _problems(opened.schema, rows, x) if on_bad_rows == "keep" else None,
+        problems,
     )
     if out is None:
         output.write(sys.stdout)
@@ -112,6 +112,21 @@ def predict_command(
             "privacy": opened.manifest["privacy"],
         }
     )
+
+
+def _encoded(
+    run: Run, rows: Table, rule: str, kept: str | None
+) -> tuple[Any, dict[int, str] | None]:
+    """Return the inputs, and why rows cannot be used where they are kept."""
+    schema = run.schema
+    if schema is not None:
+        x, _ = schema.encode(rows, target=False, on_bad_rows=rule)
+        return x, _problems(schema, rows, x) if rule == "zero" else None
+    if rule == "zero":
+        raise ValueError("--on-bad-rows keep: needs a run with a schema; leave it out")
+    if kept is not None and not hasattr(run.estimator, "feature_names_in_"):
+        rows = type(rows)({n: rows.column(n) for n in rows.names if n != kept}, source=rows.source)
+    return run.estimator.inputs(rows), None
 
 
 def _identifiers(rows: Table, name: str) -> list[str]:
@@ -190,7 +205,7 @@ class _Output:
         good = [row for row in range(start, stop) if row not in problems]
         lines: Iterator[list[Any]] = iter(())
         if good:
-            predictive = self.run.estimator.predictive(self.x[good])
+            predictive = self.run.estimator.predicted(self.x[good])
             covering = _covering(self.run, predictive)
             lines = map(operator.add, _lines(self.run, predictive, self.level), covering)
         for row in range(start, stop):
@@ -201,9 +216,11 @@ class _Output:
 
 
 def _header(run: Run) -> list[str]:
+    from dpbnn.estimators.pages import names_of
+
     covers = run.estimator.threshold_ is not None
-    if run.schema.classes is not None:
-        shares = [f"p({name})" for name in run.schema.classes]
+    if classes := names_of(run.estimator):
+        shares = [f"p({name})" for name in classes]
         return ["prediction", *shares, "std", "epistemic", "aleatoric", *["set"] * covers]
     ends = ["conformal_low", "conformal_high"] * covers
     return ["mean", "std", "epistemic", "aleatoric", "low", "high", *ends]
@@ -211,25 +228,28 @@ def _header(run: Run) -> list[str]:
 
 def _covering(run: Run, predictive: Predictive) -> Iterator[list[Any]]:
     """Yield what covers the truth, for every row; nothing where the run has no threshold."""
+    from dpbnn.estimators.pages import names_of
+
     estimator: Any = run.estimator
     if estimator.threshold_ is None:
         yield from itertools.repeat([], len(predictive.mean))
-    elif run.schema.classes is not None:
+    elif classes := names_of(estimator):
         for inside in estimator.covering(predictive):
-            yield ["|".join(itertools.compress(run.schema.classes, inside))]
+            yield ["|".join(itertools.compress(classes, inside))]
     else:
         for ends in zip(*estimator.covering(predictive), strict=True):
             yield [f"{end:.6g}" for end in ends]
 
 
 def _lines(run: Run, predictive: Predictive, level: float) -> Iterator[list[Any]]:
-    if run.schema.classes is not None:
+    from dpbnn.estimators.pages import names_of
+
+    if classes := names_of(run.estimator):
         chosen = predictive.mode
         spread = predictive.probabilities.std(0, correction=0).gather(1, chosen[:, None])[:, 0]
-        names = run.schema.decode_target(chosen.cpu().numpy())
         columns = [*predictive.mean.T, spread, predictive.epistemic, predictive.aleatoric]
-        for name, *values in zip(names, *(c.tolist() for c in columns), strict=True):
-            yield [name, *(f"{value:.6g}" for value in values)]
+        for which, *values in zip(chosen.tolist(), *(c.tolist() for c in columns), strict=True):
+            yield [classes[which], *(f"{value:.6g}" for value in values)]
         return
     low, high = predictive.interval(level)
     parts = (predictive.epistemic.sqrt(), predictive.aleatoric.sqrt())

@@ -55,8 +55,11 @@ def main(arguments: list[str] | None = None) -> None:
     except click.ClickException as error:
         click.echo(f"dpbnn: {error.format_message().rstrip('.')}; see 'dpbnn --help'", err=True)
         code = 2
-    except (click.Abort, KeyboardInterrupt):
-        code = 130
+    except (click.Abort, KeyboardInterrupt, SystemExit) as stop:
+        own = stop.__cause__ or stop  # click has put its own error around an interrupt
+        for note in getattr(own, "__notes__", ()):
+            click.echo(f"dpbnn: {note}", err=True)
+        code = stop.code if isinstance(stop, SystemExit) else 130
     except dpbnn.BudgetExceeded as error:
         click.echo(f"dpbnn: {error}", err=True)
         code = 1

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from dpbnn.data import dates
 from dpbnn.data.faults import Fault
-from dpbnn.data.table import MISSING, Held, TableError, cell, codes, numbers, shown
+from dpbnn.data.table import MISSING, Held, TableError, cell, codes, days, numbers, shown
 
 _RULES = {
     "numeric": ("refuse", "middle", "indicator"),
@@ -41,7 +42,8 @@ class Column:
     Attributes:
         name: the column's name in the table.
         kind: "numeric" or "categorical"; follows from bounds or categories if left out.
-        bounds: (lowest, highest) value of a numeric column, from public knowledge.
+        bounds: (lowest, highest) value of a numeric column, from public knowledge; two dates, or
+            ISO texts of them, for a column of dates, which is then a number of days.
         categories: all values of a categorical column, from public knowledge.
         missing: "refuse"; for numbers "middle" (of the bounds) or "indicator" (the middle, and a
             column that is 1 where the value is missing); for categories "zeros" (no category) or
@@ -50,6 +52,7 @@ class Column:
         log: scale log(1 + x) instead of x, for skewed columns that are never negative.
         cuts: for a target only: numbers at which a numeric column is cut into classes; a value
             belongs to the first class whose cut it does not exceed.
+        date: whether the bounds were dates; they are kept as days since 1970-01-01.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Column:
     other: bool = False
     log: bool = False
     cuts: tuple[float, ...] | None = None
+    date: bool = False
 
     def __post_init__(self) -> None:
         self._need(isinstance(self.name, str) and self.name, "has no name; give one")
@@ -109,6 +113,10 @@ class Column:
         assert self.bounds is not None
         low, high = (math.log1p(b) if self.log else b for b in self.bounds)
         return low / 2 + high / 2, high / 2 - low / 2
+
+    def as_dates(self) -> dict[str, list[str]]:
+        """Return the bounds as a schema file has them, where they are dates."""
+        return {"bounds": [dates.text_of(day) for day in self.bounds or ()]} if self.date else {}
 
     def encode(
         self, raw: Held, missing: frozenset[str] = MISSING, out: np.ndarray | None = None
@@ -181,12 +189,12 @@ class Column:
         return faults
 
     def _numbers(self, raw: Held, missing: frozenset[str]) -> tuple[np.ndarray, list[Fault]]:
-        values, unread = numbers(raw, missing)
+        values, unread = (days if self.date else numbers)(raw, missing)
         infinite = np.isinf(values)
         if unread is None and not infinite.any():
             return values, []
         bad = infinite if unread is None else infinite | unread
-        return np.where(bad, np.nan, values), [Fault(bad, _no_number)]
+        return np.where(bad, np.nan, values), [Fault(bad, _no_date if self.date else _no_number)]
 
     def _codes(self, raw: Held, missing: frozenset[str]) -> np.ndarray:
         return codes(raw, {c: i for i, c in enumerate(self.categories or ())}, missing)
@@ -209,6 +217,10 @@ class Column:
             self.bounds is not None,
             "has no bounds; give bounds = [lowest, highest], from public knowledge",
         )
+        if (ends := dates.declared(self.bounds)) is not None:
+            self._need(not self.log, "log goes with numbers, not with dates")
+            object.__setattr__(self, "date", True)
+            object.__setattr__(self, "bounds", ends)
         try:
             low, high = (float(b) for b in self.bounds or ())
         except (TypeError, ValueError):
@@ -263,9 +275,16 @@ def _absent(absent: np.ndarray, cure: str) -> list[Fault]:
     return [Fault(absent, lambda _: f"is missing; {cure}", True)] if absent.any() else []
 
 
+def _no_date(value: Any) -> str:
+    """Say that a value is no date, without quoting it."""
+    return "is not a date; write it as 2020-12-31, or leave it empty if it is missing"
+
+
 def _no_number(value: Any) -> str:
     """Say why a value is not a finite number, without quoting it."""
     text = str(value)
+    if "-" in text and dates.day_of(text) is not None:
+        return "is a date; give two dates as bounds in the schema, as in [2000-01-01, 2030-12-31]"
     if text.lower().lstrip("+-") in ("inf", "infinity") or _overflows(text):
         return "is infinite; write a number, or leave it empty if it is missing"
     if is_date(text):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from dpbnn.data import dates
 from dpbnn.data.table import Held, Table, TableError, cell, unique
 from dpbnn.messages import unquoted
 
@@ -87,7 +88,7 @@ def column_of(name: str, values: Any, source: str, on_bad_rows: str = "error") -
 
     Dates are held as text, so that tables with dates can be drafted and their other columns used.
     """
-    if isinstance(values, pa.ChunkedArray):
+    if isinstance(values, pa.Array | pa.ChunkedArray):
         return values
     if values.ndim != 1:
         raise TableError(f"{source}: column {name!r} has {values.ndim} axes; give one value a row")
@@ -103,9 +104,7 @@ def column_of(name: str, values: Any, source: str, on_bad_rows: str = "error") -
             )
         return np.array(texts, dtype=object)
     if values.dtype.kind == "M":
-        texts = np.datetime_as_string(values).astype(object)
-        texts[np.isnat(values)] = None
-        return texts
+        return dates.as_text(values)
     kind = {"m": "time spans", "c": "complex numbers"}.get(values.dtype.kind, str(values.dtype))
     raise TableError(
         f"{source}: column {name!r} holds {kind}; turn them into numbers, such as days"
@@ -166,15 +165,15 @@ def arrow_column(column: Any) -> Any:
     import pyarrow.compute as pc
 
     kind = column.type
-    if pa.types.is_dictionary(kind) and _is_text(kind.value_type):
-        column = column.cast(pa.string())
+    if pa.types.is_dictionary(kind):  # `to_numpy` gives a missing one the last category
+        column = column.cast(kind.value_type)
         kind = column.type
     if _is_text(kind):
         try:
             return pc.utf8_trim_whitespace(column)
         except pa.ArrowException:  # texts that are not UTF-8
             column = column.cast(pa.large_binary())
-    return np.asarray(column.to_numpy())
+    return np.asarray(column.to_numpy(zero_copy_only=False))
 
 
 def _is_text(kind: Any) -> bool:

@@ -333,7 +333,7 @@ class Schema:
                 f"schema, target {name!r}: missing, other and log are for inputs; leave them out"
             )
         if self.task == "regression":
-            if target.kind != "numeric" or target.cuts is not None:
+            if target.kind != "numeric" or target.cuts is not None or target.date:
                 raise TableError(
                     f"schema, target {name!r}: a regression needs bounds = [lowest, highest] "
                     f"alone; give them, or task = 'classification'"
@@ -426,6 +426,7 @@ def _values(column: Column) -> dict[str, Any]:
         if field.name in _COLUMN_KEYS and getattr(column, field.name) != field.default
     }
     given.pop("kind")
+    given |= column.as_dates()
     return {key: list(v) if isinstance(v, tuple) else v for key, v in given.items()}
 
 

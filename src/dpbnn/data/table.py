@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
+from dpbnn.data import dates
+
 MISSING = frozenset({"", "?", "NA", "N/A", "NaN", "nan", "null", "NULL"})
 """Texts that stand for a missing value, unless a schema declares them as a category."""
 Held = np.ndarray | list[str] | pa.Array | pa.ChunkedArray
@@ -149,6 +151,10 @@ class Table(Mapping[str, np.ndarray]):
         part = {name: _taken(self.column(name), index) for name in self._columns}
         return self._like(part, np.asarray(self._places)[index])
 
+    def with_column(self, name: str, values: Held) -> Table:
+        """Return the table with one column more, or in the place of another one."""
+        return self._like({**self._columns, name: values}, self._places)
+
     def where(self, row: int) -> str:
         """Return the place of a row in words: its line, or its number."""
         return f"{self.source}, {self._unit} {self._places[row]}"
@@ -181,6 +187,20 @@ def numbers(raw: Held, missing: frozenset[str] = MISSING) -> tuple[np.ndarray, n
     unreadable = np.fromiter((value is None for value in found), bool, len(found))
     values = np.array([math.nan if value is None else value for value in found], dtype=np.float64)
     return values, unreadable if unreadable.any() else None
+
+
+def days(raw: Held, missing: frozenset[str] = MISSING) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return a column of dates as days since 1970-01-01, and which values are no dates, if any."""
+    if isinstance(raw, np.ndarray) and raw.dtype.kind in "biuf":
+        absent = np.isnan(np.asarray(raw, dtype=np.float64))
+        return np.full(len(raw), math.nan), None if absent.all() else ~absent
+    if isinstance(raw, pa.ChunkedArray):
+        raw = raw.combine_chunks()
+    if isinstance(raw, pa.Array):
+        texts, at = _distinct(raw)
+        values, unreadable = dates.days(texts, missing)
+        return values[at], None if unreadable is None else unreadable[at]
+    return dates.days(_list(raw), missing)
 
 
 def codes(
@@ -336,10 +356,10 @@ def _code(text: str | None, categories: Mapping[str, int], missing: frozenset[st
 
 
 def _spellings(text: str) -> tuple[str, ...]:
-    """Return other ways to write a value: 3 for 3.0, True for true."""
+    """Return other ways to write a value: 3 for 3.0, True for true, yes for yes with a stop."""
     if text.lower() in ("true", "false"):
         return text.lower(), text.capitalize(), text.upper()
     number = _number(text)
     if number is None or not math.isfinite(number):
-        return ()
+        return (text[:-1],) if text.endswith(".") else ()
     return (cell(number) or text,)

@@ -11,12 +11,15 @@ from sklearn.metrics import accuracy_score
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
-from dpbnn.estimators.estimator import PrivateBayes, Target
+from dpbnn.data.schema import Schema
+from dpbnn.estimators import frames
+from dpbnn.estimators.estimator import PrivateBayes
+from dpbnn.estimators.fitting import Target
 from dpbnn.estimators.scaling import as_array, in_a_line
 from dpbnn.likelihoods import Categorical
 from dpbnn.likelihoods.classes import checked_weights
 from dpbnn.messages import SHOWN
-from dpbnn.predictive import Predictive
+from dpbnn.predictive import ClassPredictive, Predictive
 from dpbnn.privacy.checks import quoted
 
 __all__ = ["PrivateBayesClassifier"]
@@ -37,6 +40,9 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
             names but "sgld", "sghmc" and "sep", columns are then standardised by a private release,
             so that wide bounds do little harm.
         classes: all labels that can occur, from public knowledge.
+        schema: a `dpbnn.data.Schema`, or the path of one, in place of bounds and classes. `fit` and
+            all that predicts then take raw data frames, with texts, categories, booleans, dates and
+            missing values as the schema declares them; columns are found by name.
         class_weight: public weight of labels, such as {"ill": 5.0}; 1 for those left out. A record
             counts in training by the weight of its label; only ratios matter. Predictions are
             corrected for the weights: they are probabilities in the population, as without.
@@ -67,7 +73,9 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         progress: show a progress bar.
 
     Attributes:
-        classes_: the labels, sorted.
+        classes_: the labels, sorted; with a schema they are numbers or booleans where all its
+            classes are, and texts otherwise.
+        feature_names_in_: names of the columns, where they have names.
         privacy_: the `PrivacyStatement`.
         posterior_: the posterior over the weights, for scaled inputs.
         standardisation_: (centre, spread) of every column within [-1, 1]; None without.
@@ -80,6 +88,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
     """
 
     _regression = False
+    _stated = "classes"
 
     def __init__(
         self,
@@ -89,6 +98,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         delta: float | None = None,
         bounds: Any = None,
         classes: Any = None,
+        schema: Any = None,
         class_weight: Any = None,
         hidden: Any = (32,),
         prior: Any = None,
@@ -145,25 +155,30 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         """Return the sets for given predictions; see `predict_set`."""
         return (1 - predictive.mean.double() <= self._covering()).cpu().numpy()
 
-    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
-        """Return the accuracy on test data, as scikit-learn does; errors quote no label."""
+    def score(self, X: Any, y: Any = None, sample_weight: Any = None) -> float:
+        """Return the accuracy on test data, as scikit-learn does; errors quote no label.
+
+        Args:
+            X: test inputs.
+            y: test labels; with a schema they may be a column of X.
+            sample_weight: of the rows.
+        """
+        if self.schema_ is not None:
+            right = self.predicted(self.inputs(X)).mode.cpu().numpy() == self._truth(X, y)
+            return float(np.average(right, weights=sample_weight))
         predicted = self.predict(X)
         with in_a_line("correct them", None):
             return float(accuracy_score(y, predicted, sample_weight=sample_weight))
 
-    def evaluate(self, X: Any, y: Any, **options: Any) -> Any:
-        """Return accuracy, calibration and more on test data; see `dpbnn.evaluation.evaluate`.
-
-        The numbers are not private in the test data.
-        """
-        from dpbnn.evaluation import evaluate
-
-        predictive = self.predictive(X)
+    def _truth(self, X: Any, y: Any) -> np.ndarray:
+        """Return class numbers in the order of `predicted`."""
+        if self.schema_ is not None:
+            return frames.encoded(self.schema_, X, y, "error")[1]
         numbers = self.numbers(column_or_1d(as_array(y), warn=True))
         if (numbers < 0).any():
             known = f"={self.classes_.tolist()}" if self.classes is not None else " of the training"
             raise ValueError(f"y: {int((numbers < 0).sum())} labels are none of the classes{known}")
-        return evaluate(predictive, numbers, **options)
+        return numbers
 
     def _target(self, y: np.ndarray) -> Target:
         if self.classes is None and self.epsilon is not None:
@@ -195,10 +210,10 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
                 f"y: {int(unknown.sum())} labels are none of classes={self.classes_.tolist()}"
                 f"{shown}; add them to classes, correct them, or pass on_bad_rows='zero'"
             )
-        return Target(numbers, len(self.classes_), Categorical(self._weights()))
+        return Target(numbers, len(self.classes_), Categorical(self._weights(self.classes_)))
 
-    def _weights(self) -> tuple[float, ...] | None:
-        """Return the weights of all classes in order; None where there are none."""
+    def _weights(self, classes: np.ndarray) -> tuple[float, ...] | None:
+        """Return the weights of classes in their order; None where there are none."""
         given = self.class_weight
         if given is None:
             return None
@@ -206,10 +221,10 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
             raise ValueError(
                 f"class_weight={given!r}: weights computed from the labels would depend on all "
                 f"records at once, which epsilon does not cover; give public weights, as in "
-                f"class_weight={{{self.classes_.tolist()[-1]!r}: 5.0}}, or weights that follow "
+                f"class_weight={{{classes.tolist()[-1]!r}: 5.0}}, or weights that follow "
                 f"from a release of dpbnn.data.private_counts"
             )
-        known = self.classes_.tolist()
+        known = classes.tolist()
         if not isinstance(given, Mapping) or not all(label in known for label in given):
             raise ValueError(
                 f"class_weight: must map labels among classes={known} to weights, as in "
@@ -222,8 +237,30 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
             )
         return recipe.weights(checked_weights(given.get(label, 1.0) for label in known))
 
+    def _declared_target(self, y: np.ndarray, schema: Schema) -> Target:
+        labels = frames.labels(schema)
+        self.classes_ = np.sort(labels)
+        return Target(y, len(labels), Categorical(self._weights(labels)))
+
+    def _in_order(self, predictive: Predictive) -> Predictive:
+        order = self._order()
+        if order is None:
+            return predictive
+        assert isinstance(predictive, ClassPredictive)
+        return ClassPredictive(predictive.log_probabilities[..., order.tolist()])
+
+    def _order(self) -> np.ndarray | None:
+        """Return which class of the schema every label of `classes_` is; None where they agree."""
+        if self.schema_ is None:
+            return None
+        order = np.argsort(frames.labels(self.schema_))
+        return None if (order == np.arange(len(order))).all() else order
+
     def numbers(self, y: Any) -> np.ndarray:
         """Return the position of every label among the classes, -1 where it is none of them."""
+        if self.schema_ is not None:
+            found, order = frames.targets(self.schema_, y), self._order()
+            return found if order is None else np.append(np.argsort(order), -1)[found]
         labels = np.asarray(y)
         if labels.dtype.kind in "iu" and self.classes_.dtype.kind in "iu" and labels.size:
             places = np.minimum(np.searchsorted(self.classes_, labels), len(self.classes_) - 1)

@@ -1,61 +1,48 @@
-"""What the two estimators share: validation, scaling, planning, training, predicting."""
+"""What the two estimators share: scikit-learn's contract, predicting, evaluating, saving."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from abc import abstractmethod
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, clone
-from sklearn.utils import check_random_state
+from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from dpbnn import training
 from dpbnn.calibration import tempered
+from dpbnn.data.schema import Schema
 from dpbnn.data.standardising import Standardisation
-from dpbnn.data.statistics import private_bounds
-from dpbnn.estimators import recipes, storage
+from dpbnn.estimators import fitting, frames, pages, recipes, storage
+from dpbnn.estimators.fitting import Target
 from dpbnn.estimators.held_out import BETA, TRAINING, HeldOut
-from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, parsed_bounds, refuse, validated
+from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, refuse, validated
 from dpbnn.messages import check_on_bad_rows
 from dpbnn.methods.method import Method
 from dpbnn.posteriors import Posterior
 from dpbnn.predictive import Predictive
-from dpbnn.priors import Gaussian
 from dpbnn.privacy.checks import check_count, check_positive, quoted
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.statement import PrivacyStatement
 
+if TYPE_CHECKING:
+    from dpbnn.evaluation import Evaluation
+
 __all__ = ["PrivateBayes"]
 
-SHARE = 0.1  # of epsilon, for bounds="private"
-_OPEN = "trained without privacy, as epsilon=None asks"
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """Targets as the network sees them.
-
-    Attributes:
-        values: class numbers, or scaled numbers.
-        outputs: number of outputs of the network.
-        likelihood: as in `dpbnn.fit`.
-    """
-
-    values: np.ndarray
-    outputs: int
-    likelihood: Any
+_BY_SCHEMA = ("bounds", "classes", "target_bounds")  # what a schema states
 
 
 class PrivateBayes(BaseEstimator):
     """Base of the estimators; its arguments are documented there."""
 
     _regression: bool
+    schema_: Schema | None = None
 
     def _store(self, arguments: dict[str, Any]) -> None:
         """Store the arguments of the constructor under their names, and nothing else."""
@@ -66,8 +53,20 @@ class PrivateBayes(BaseEstimator):
         """Return the targets for the network, and set the fitted attributes about them."""
 
     @abstractmethod
+    def _declared_target(self, y: np.ndarray, schema: Schema) -> Target:
+        """Do the same with targets that a schema has encoded."""
+
+    @abstractmethod
     def _original(self, predictive: Predictive) -> Predictive:
         """Return a predictive in the units of the targets."""
+
+    @abstractmethod
+    def _in_order(self, predictive: Predictive) -> Predictive:
+        """Return a predictive whose classes are in the order of `classes_`."""
+
+    @abstractmethod
+    def _truth(self, X: Any, y: Any) -> np.ndarray:
+        """Return the test targets that `predicted` is compared with."""
 
     @abstractmethod
     def _shifted(
@@ -75,110 +74,119 @@ class PrivateBayes(BaseEstimator):
     ) -> Target:
         """Return the targets, standardised where they are numbers; noise begins at `start`."""
 
-    def fit(self, X: Any, y: Any, **given: Any) -> Self:
-        """Train on a table of numbers.
+    def fit(
+        self,
+        X: Any,
+        y: Any = None,
+        *,
+        out: str | os.PathLike[str] | None = None,
+        resume: bool = False,
+        overwrite: bool = False,
+        **given: Any,
+    ) -> Self:
+        """Train on a table of numbers, or, with a schema, on a raw data frame.
 
         **Guarantee.** The fitted estimator and all its predictions are (epsilon, delta)
         differentially private in the rows; `privacy_` states it, with everything else that the
         ledger holds. Bad data, missing bounds and a spent budget are refused before anything is
-        spent.
+        spent. A fit that goes on after an interruption repeats no release without paying for it.
 
         Args:
-            X: inputs [rows, columns]: data frame, array or tensor.
-            y: targets [rows].
+            X: inputs [rows, columns]: data frame, array or tensor. With a schema: a pandas or
+                polars frame, an Arrow table, a mapping of columns or the path of a file, whose
+                columns are found by name.
+            y: targets [rows]; with a schema they may be a column of X.
+            out: folder for a run: its ledger, checkpoints while it trains, and in the end all that
+                `dpbnn.load_run` and the command line need.
+            resume: go on with an interrupted fit in `out`, with the same settings and table.
+            overwrite: replace a run in `out`; what it has spent stays in its ledger.
             **given: nothing else is taken; `sample_weight` is refused with the reason.
         """
         refuse(given)
-        for name in [name for name in vars(self) if name.endswith("_")]:
-            delattr(self, name)  # a fit that fails leaves nothing, least of all beside an old one
-        self._check_settings()
-        X, y = validated(self, X, y, self._regression, self.on_bad_rows)
-        target = self._target(y)
-        recipe, method = self._recipe(target.outputs)
-        held = self._held_out(recipe)
-        parts = held.parts(len(X))
-        rows = parts.train if held else slice(None)
-        rest, X = X, X[rows]
-        delta = self._delta(len(rest))
-        later = held.plans(parts, self.epsilon, delta)
-        ledger = self._ledger(delta)
-        earlier = ledger.releases
-        statistics, standard, plan = self._plans(X.shape, delta, later, recipe)
-        if method is None:
-            noise = getattr(target.likelihood, "noise_std", None)
-            method = recipe.settings(plan, noise, self._regression, self.learning_rate, self.clip)
-        if statistics is not None or method is self.method:
-            method.settled(plan)  # refuses settings before anything is paid for
-        recipe.check(self._widths(), self.prior, plan)
-        scaling = self._scaling(X, statistics, plan, ledger)
-        self.standardisation_: tuple[np.ndarray, np.ndarray] | None = None
-        if recipe.standardise:
-            scaling, target = self._standardised(
-                scaling, X, target, rows, recipes.noise_start(plan), standard, ledger
-            )  # fmt: skip
-        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        posterior = training.fit(
-            recipe.network(X.shape[1], self._widths(), target.outputs),
-            (torch.from_numpy(scaling(X, np.float32)), torch.from_numpy(target.values[rows])),
-            target.likelihood,
-            Gaussian(1.0) if self.prior is None else self.prior,
-            method,
-            plan,
-            ledger=ledger,
-            seed=seed,
-            device=self.device,
-            on_bad_rows=self.on_bad_rows,
-            tuning_runs=self.tuning_runs,
-            progress=self.progress,
-            debug_seed=None if plan.private else seed,
-            beside_paid=True,
-        )
-        self.temperature_, self.threshold_, statement = held.found(
-            self._in_double(posterior) if held else posterior,
-            plan,
-            later,
-            *((torch.from_numpy(scaling(rest[part])), torch.from_numpy(target.values[part]))
-              for part in (parts.temper, parts.cover)),
-            ledger,
-            self.samples,
-            seed,
-        )  # fmt: skip
-        posterior.privacy = self._stamped(statement, earlier)
-        self.posterior_ = posterior
-        self.bounds_ = (scaling.low, scaling.high)
-        self.ledger_, self.plan_, self.seed_ = ledger, plan, seed
-        return self
+        return fitting.train(self, X, y, out=out, resume=resume, overwrite=overwrite)
 
     def planned(self, rows: int, columns: int, classes: int | None = None) -> Plan:
         """Return the plan of a fit, with all that is paid beside the training.
 
         Args:
             rows: of the table.
-            columns: of the inputs.
+            columns: of the inputs, as they are encoded.
             classes: their number; None for a regression.
         """
-        recipe, _ = self._recipe(classes or 1)
-        held = self._held_out(recipe)
-        parts, delta = held.parts(rows), self._delta(rows)
-        later = held.plans(parts, self.epsilon, delta)
-        return self._plans((len(parts.train), columns), delta, later, recipe)[2]
+        return fitting.planned(self, rows, columns, classes)
 
     def predictive(self, X: Any) -> Predictive:
         """Return the predictive distribution at X, in the units of the targets.
 
         Args:
-            X: inputs [rows, columns].
+            X: inputs [rows, columns]; with a schema, a raw data frame.
+        """
+        return self._in_order(self.predicted(self.inputs(X)))
+
+    def inputs(self, X: Any) -> np.ndarray:
+        """Return the inputs of the model: encoded by the schema, or as they are.
+
+        Args:
+            X: as in `predictive`.
         """
         check_is_fitted(self)
+        if self.schema_ is not None:
+            rule = "show" if self.on_bad_rows == "show" else "error"
+            return frames.inputs(self.schema_, X, rule)
+        names = getattr(self, "feature_names_in_", None)
+        if known := frames.is_table(X):
+            X = frames.matrix(X, names, self.n_features_in_)
         X = as_array(X)
         with in_a_line("remove or correct those rows", X, show=self.on_bad_rows == "show"):
-            X = validate_data(self, X, reset=False, dtype=np.float64)
-        inputs = torch.from_numpy(Scaling(*self.bounds_, self._standard())(X))
+            if known:
+                return check_array(X, dtype=np.float64)
+            return validate_data(self, X, reset=False, dtype=np.float64)
+
+    def predicted(self, inputs: np.ndarray) -> Predictive:
+        """Return the predictive at inputs of `inputs`, with classes in the order of the schema.
+
+        Args:
+            inputs: [rows, encoded columns].
+        """
+        scaled = torch.from_numpy(Scaling(*self.bounds_, self._standard())(inputs))
         posterior = self._in_double(self.posterior_)
-        found = posterior.predict(inputs, self.samples, seed=self.seed_)
+        found = posterior.predict(scaled, self.samples, seed=self.seed_)
         if self.temperature_ is not None:
             found = tempered(found, self.temperature_)
         return self._original(found)
+
+    def evaluate(self, X: Any, y: Any = None, **options: Any) -> Evaluation:
+        """Return metrics on test data, with intervals; see `dpbnn.evaluation.evaluate`.
+
+        The numbers are not private in the test data.
+
+        Args:
+            X: test inputs.
+            y: test targets; with a schema they may be a column of X.
+            **options: of `dpbnn.evaluation.evaluate`.
+        """
+        return pages.tested(self, X, y, options).evaluation
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        X: Any = None,
+        y: Any = None,
+        *,
+        test_data_public: bool = False,
+        **options: Any,
+    ) -> Path:
+        """Write the page of the model: its privacy, and metrics on test data if there are any.
+
+        Args:
+            path: of the page, an HTML file that needs no network.
+            X: test inputs; None leaves the metrics out.
+            y: test targets; with a schema they may be a column of X.
+            test_data_public: single test records may be shown.
+            **options: of `dpbnn.evaluation.evaluate`.
+        """
+        check_is_fitted(self)
+        return pages.write(self, Path(path), X, y, test_data_public, options)
 
     @property
     def privacy_(self) -> PrivacyStatement:
@@ -213,12 +221,15 @@ class PrivateBayes(BaseEstimator):
             return None
         from dpbnn.evaluation.diagnostics import diagnose
 
-        drawn = np.random.default_rng(0).uniform(-1, 1, (256, self.n_features_in_))
+        drawn = np.random.default_rng(0).uniform(-1, 1, (256, np.size(self.bounds_[0])))
         unit = Scaling(np.float64(-1), np.float64(1), self._standard())
         return diagnose(self.posterior_, unit(drawn))
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the fitted estimator to a folder: JSON and safetensors, no pickle.
+
+        It is the format of the command line: `dpbnn predict`, `dpbnn evaluate` and `dpbnn report`
+        take it, and `dpbnn.load_run` reads it.
 
         Args:
             folder: where to; its parent must exist. It appears complete or not at all.
@@ -232,10 +243,19 @@ class PrivateBayes(BaseEstimator):
         """Return a saved estimator, ready to predict.
 
         Args:
-            folder: written by `save`.
+            folder: written by `save`, by `fit(..., out=folder)` or by `dpbnn fit`.
             device: where predictions are to be computed.
         """
         return storage.load(cls, Path(folder), device)
+
+    def __sklearn_tags__(self) -> Any:
+        """Return scikit-learn's tags; with a schema, any cell can be an input."""
+        tags = super().__sklearn_tags__()
+        if self.schema is not None:
+            tags.target_tags.required = False
+            for kind in ("allow_nan", "string", "categorical"):
+                setattr(tags.input_tags, kind, True)
+        return tags
 
     def __sklearn_clone__(self) -> Self:
         """Return an unfitted copy that spends from the same ledger."""
@@ -264,6 +284,33 @@ class PrivateBayes(BaseEstimator):
         if "posterior_" in state:
             state["posterior_"] = storage.unpacked(state["posterior_"])
         super().__setstate__(state)
+
+    def _table(self, X: Any, y: Any) -> tuple[np.ndarray, Target, np.ndarray]:
+        """Return inputs and targets of the training, and the targets as a fingerprint has them.
+
+        Sets the fitted attributes about the columns. Nothing is learned under privacy: the columns
+        are those of the schema, or numbers whose bounds are settings.
+        """
+        schema = frames.schema_of(self.schema, self._regression, self.epsilon is not None)
+        if schema is None:
+            X, y = validated(self, X, y, self._regression, self.on_bad_rows)
+            target = self._target(y)
+            return X, target, y if self._regression else target.values
+        for name in _BY_SCHEMA:
+            if getattr(self, name, None) is not None:
+                raise ValueError(f"{name}: the schema states it; leave {name} or the schema out")
+        self.schema_ = schema
+        self.feature_names_in_ = np.array([c.name for c in schema.columns], dtype=object)
+        self.n_features_in_ = len(schema.columns)
+        x, found = frames.encoded(schema, X, y, self.on_bad_rows, training=True)
+        return x, self._declared_target(found, schema), found
+
+    def _known(self, X: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return inputs and targets of other records as a fingerprint has them."""
+        if self.schema_ is not None:
+            return frames.encoded(self.schema_, X, y, "error")
+        truth = self._truth(X, y)
+        return self.inputs(X), truth.astype(np.float64) if self._regression else truth
 
     def _recipe(self, outputs: int) -> tuple[recipes.Recipe, Method | None]:
         """Return the recipe of the method, and its settings where the user gave them."""
@@ -350,99 +397,6 @@ class PrivateBayes(BaseEstimator):
             return Ledger()
         return Ledger(self.ledger, epsilon=self.epsilon, delta=delta)
 
-    def _plans(
-        self,
-        shape: tuple[int, int],
-        delta: float,
-        later: tuple[Plan | None, ...],
-        recipe: recipes.Recipe,
-    ) -> tuple[Plan | None, Plan | None, Plan]:
-        """Return the plans of private bounds, of the standardisation, and of the training.
-
-        Args:
-            shape: rows for the training, and columns.
-            delta: of all together.
-            later: plans of what is spent after the training.
-            recipe: of the method.
-        """
-        n, columns = shape
-        statistics = standard = None
-        if isinstance(self.bounds, str) and self.epsilon is not None:
-            statistics = recipes.solved_plan(
-                epsilon=SHARE * self.epsilon, delta=delta, n=n, sampling="full-batch", steps=1
-            )
-        if recipe.standardise and self.epsilon is not None:
-            weights = recipes.weights(columns, self._regression)
-            standard = recipes.standardising_plan(n, weights, self.epsilon, delta, recipe.noise)
-        beside = tuple(plan for plan in (statistics, standard, *later) if plan is not None)
-        plan = recipes.settled_plan(
-            n, self.epsilon, delta, self.batch_size, self.epochs, beside, recipe.steps, recipe.every
-        )
-        return statistics, standard, plan
-
-    def _scaling(
-        self, X: np.ndarray, statistics: Plan | None, plan: Plan, ledger: Ledger
-    ) -> Scaling:
-        """Return the scaling of the inputs; private bounds are paid for here."""
-        if isinstance(self.bounds, str) and self.bounds != "private":
-            raise ValueError(
-                f"bounds={self.bounds!r}: must be (low, high), a dict by column, or 'private'"
-            )
-        if self.bounds is None and self.epsilon is not None:
-            raise ValueError(
-                "bounds: missing, and reading them off the data would not be private; pass "
-                "bounds=(low, high) from public knowledge, or bounds='private' to pay for them"
-            )
-        if plan.beside:
-            ledger.check(plan.events)
-        if statistics is not None:
-            found = private_bounds(
-                X.astype(np.float64), plan=statistics, ledger=ledger, label="private bounds"
-            )
-            return Scaling(*found)
-        if self.bounds is None or isinstance(self.bounds, str):
-            return Scaling.learned(X)
-        return parsed_bounds(self.bounds, X.shape[1], getattr(self, "feature_names_in_", None))
-
-    def _standardised(
-        self, scaling: Scaling, X: np.ndarray, target: Target, rows: Any, start: float, *paid: Any
-    ) -> tuple[Scaling, Target]:
-        """Return scaling and targets, standardised; what is released for it is paid for here.
-
-        Args:
-            scaling: to [-1, 1].
-            X: inputs of the rows for the training.
-            target: of all rows.
-            rows: which of them are for the training.
-            start: log-variance at which a noise begins.
-            *paid: plan and ledger of the releases.
-        """
-        values, count = scaling(X, np.float32), X.shape[1]
-        known = None
-        if self._regression:
-            values = np.concatenate([values, target.values[rows]], 1)
-        else:
-            known = torch.from_numpy(target.values[rows] >= 0)
-        weights = recipes.weights(count, self._regression)
-        found = recipes.standardisation(values, weights, self.epsilon, *paid, known)
-        own = Standardisation(found.centre[:count], found.spread[:count])
-        self.standardisation_ = (own.centre, own.spread)
-        target = self._shifted(target, found.centre[count:], found.spread[count:], start)
-        return dataclasses.replace(scaling, standard=own), target
-
     def _standard(self) -> Standardisation | None:
         found = self.standardisation_
         return None if found is None else Standardisation(*found)
-
-    def _stamped(self, statement: PrivacyStatement, earlier: int) -> PrivacyStatement:
-        """Return the statement, with a caveat where earlier fits may have chosen the settings."""
-        if self.epsilon is None:
-            return PrivacyStatement.not_private(_OPEN)
-        if not earlier or self.tuning_runs == 0:
-            return statement
-        caveat = (
-            f"the ledger held {earlier} release{'s' * (earlier != 1)} before this fit; if scores "
-            f"of earlier fits chose its settings, that choice is unaccounted for: the scores "
-            f"were not private releases (use dpbnn.select)"
-        )
-        return dataclasses.replace(statement, caveats=(*statement.caveats, caveat))

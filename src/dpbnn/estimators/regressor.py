@@ -9,7 +9,10 @@ from sklearn.base import RegressorMixin
 from sklearn.metrics import r2_score
 from sklearn.utils.validation import column_or_1d
 
-from dpbnn.estimators.estimator import PrivateBayes, Target
+from dpbnn.data.schema import Schema
+from dpbnn.estimators import frames
+from dpbnn.estimators.estimator import PrivateBayes
+from dpbnn.estimators.fitting import Target
 from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, parsed_bounds
 from dpbnn.likelihoods import Gaussian, LearnedNoiseGaussian
 from dpbnn.predictive import Predictive, RealPredictive
@@ -28,6 +31,8 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         epsilon: the budget of one fit; None trains WITHOUT privacy, and both kinds of bounds may
             then be left out.
         target_bounds: (low, high), public range of the target.
+        schema: a `dpbnn.data.Schema`, or the path of one, in place of both kinds of bounds, as in
+            the classifier.
         noise_std: of the observations, in the target's units; None learns it.
         conformal: share of misses, such as 0.1, allowed to prediction intervals; they cost a fifth
             of epsilon and use a fifth of the rows, held out of the training.
@@ -37,6 +42,7 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
     """
 
     _regression = True
+    _stated = "target_bounds"
 
     def __init__(
         self,
@@ -46,6 +52,7 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         delta: float | None = None,
         bounds: Any = None,
         target_bounds: Any = None,
+        schema: Any = None,
         noise_std: float | None = None,
         hidden: Any = (32,),
         prior: Any = None,
@@ -99,20 +106,25 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
             return ends
         return np.clip(ends[0], *predictive.bounds), np.clip(ends[1], *predictive.bounds)
 
-    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
-        """Return R^2 on test data, as scikit-learn does; errors quote no target."""
+    def score(self, X: Any, y: Any = None, sample_weight: Any = None) -> float:
+        """Return R^2 on test data, as scikit-learn does; errors quote no target.
+
+        Args:
+            X: test inputs.
+            y: test targets; with a schema they may be a column of X, and are clipped to its bounds.
+            sample_weight: of the rows.
+        """
         predicted = self.predict(X)
+        if self.schema_ is not None:
+            y = self._truth(X, y)
         with in_a_line("correct them", None, y):
             return float(r2_score(y, predicted, sample_weight=sample_weight))
 
-    def evaluate(self, X: Any, y: Any, **options: Any) -> Any:
-        """Return errors, coverage and more on test data; see `dpbnn.evaluation.evaluate`.
-
-        The numbers are not private in the test data.
-        """
-        from dpbnn.evaluation import evaluate
-
-        return evaluate(self.predictive(X), column_or_1d(as_array(y), warn=True), **options)
+    def _truth(self, X: Any, y: Any) -> np.ndarray:
+        """Return targets in their own units, clipped to the bounds of a schema."""
+        if self.schema_ is not None:
+            return self.schema_.decode_target(frames.encoded(self.schema_, X, y, "error")[1])
+        return column_or_1d(as_array(y), warn=True)
 
     def _target(self, y: np.ndarray) -> Target:
         if self.target_bounds is not None:
@@ -126,8 +138,20 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
             )
         self.target_bounds_ = (float(scaling.low), float(scaling.high))
         self.target_standardisation_ = (0.0, 1.0)
-        noise = None if self.noise_std is None else self.noise_std / float(scaling.half)
-        return Target(scaling(y.astype(np.float64))[:, None], 1, Gaussian(noise))
+        return self._scaled_target(scaling(y.astype(np.float64)), float(scaling.half))
+
+    def _declared_target(self, y: np.ndarray, schema: Schema) -> Target:
+        assert schema.target.bounds is not None
+        self.target_bounds_ = schema.target.bounds
+        self.target_standardisation_ = (0.0, 1.0)
+        return self._scaled_target(y.astype(np.float64), schema.target.scale[1])
+
+    def _scaled_target(self, y: np.ndarray, half: float) -> Target:
+        noise = None if self.noise_std is None else self.noise_std / half
+        return Target(y[:, None], 1, Gaussian(noise))
+
+    def _in_order(self, predictive: Predictive) -> Predictive:
+        return predictive
 
     def _original(self, predictive: Predictive) -> Predictive:
         """Return N(half m + middle, half^2 v) for every component N(m, v)."""
@@ -140,7 +164,7 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         return RealPredictive(
             predictive.means.double() * half + middle,
             predictive.variances.double() * half**2,
-            bounds=None if self.target_bounds is None else self.target_bounds_,
+            bounds=None if self.target_bounds is None and self.schema_ is None else (low, high),
         )
 
     def _shifted(

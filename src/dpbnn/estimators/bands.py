@@ -1,4 +1,4 @@
-"""A regression along one column: what the report draws without looking at any record."""
+"""A regression along one column: what the page draws without looking at any record."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from dpbnn.data.dates import text_of
 
 if TYPE_CHECKING:
     from dpbnn.data import Column, Schema
@@ -27,7 +29,7 @@ def band_along(schema: Schema, predictive: Any) -> Band | None:
     """
     from dpbnn import report
 
-    numeric = [column for column in schema.columns if column.bounds is not None][:_MOST]
+    numeric = [c for c in schema.columns if c.bounds is not None and not c.date][:_MOST]
     if schema.task != "regression" or not numeric:
         return None
     rows = {column.name: [_held(column)] * (_POINTS * len(numeric)) for column in schema.columns}
@@ -61,4 +63,6 @@ def _held(column: Column) -> float | str:
     if column.bounds is None:
         return (column.categories or ("",))[0]
     middle, _ = column.scale
+    if column.date:
+        return text_of(middle)
     return math.expm1(middle) if column.log else middle

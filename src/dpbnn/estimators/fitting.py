@@ -1,0 +1,391 @@
+"""A fit of an estimator: plans, scaling, training, calibration, and how it goes on.
+
+Every release is planned before the first one is made. In a run folder, what was released is kept,
+so that a fit that was interrupted goes on with it. No step here may repeat a release for free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from sklearn.utils import check_random_state
+
+from dpbnn import training
+from dpbnn.data.standardising import Standardisation
+from dpbnn.data.statistics import private_bounds
+from dpbnn.estimators import recipes
+from dpbnn.estimators.held_out import HeldOut, Parts
+from dpbnn.estimators.scaling import Scaling, parsed_bounds
+from dpbnn.estimators.workspace import Workspace, new_run
+from dpbnn.posteriors import Posterior
+from dpbnn.priors import Gaussian
+from dpbnn.privacy.checks import round_up
+from dpbnn.privacy.ledger import Ledger
+from dpbnn.privacy.plan import Plan
+from dpbnn.privacy.statement import PrivacyStatement
+from dpbnn.progress import deferred_interrupt
+
+if TYPE_CHECKING:
+    from dpbnn.estimators.estimator import PrivateBayes
+
+__all__ = ["Target", "planned", "train"]
+
+SHARE = 0.1  # of epsilon, for bounds="private"
+_SHORT = 1_000_000  # rows seen by a training that ends so soon that four checkpoints will do
+_OPEN = "trained without privacy, as epsilon=None asks"
+Fitted = TypeVar("Fitted", bound="PrivateBayes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Targets as the network sees them.
+
+    Attributes:
+        values: class numbers, or scaled numbers.
+        outputs: number of outputs of the network.
+        likelihood: as in `dpbnn.fit`.
+    """
+
+    values: np.ndarray
+    outputs: int
+    likelihood: Any
+
+
+def train(
+    estimator: Fitted,
+    X: Any,
+    y: Any = None,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    settings: Mapping[str, Any] | None = None,
+) -> Fitted:
+    """Fit an estimator, as its method `fit` does.
+
+    Args:
+        estimator: is given its fitted attributes.
+        X: as in `fit` of the estimators.
+        y: likewise.
+        out: likewise.
+        resume: likewise.
+        overwrite: likewise.
+        settings: further entries for the manifest of the run.
+    """
+    for name in [name for name in vars(estimator) if name.endswith("_")]:
+        delattr(estimator, name)  # a fit that fails leaves nothing, least of all beside an old one
+    estimator._check_settings()
+    if out is None:
+        if resume or overwrite:
+            raise ValueError("resume and overwrite: go with out=, the folder of the run")
+        x, target, _ = estimator._table(X, y)
+        _Fit(estimator, x, target, None).run({})
+        return estimator
+    if isinstance(estimator.ledger, Ledger) and estimator.ledger.path is None:
+        raise ValueError(
+            "ledger: one in memory goes with this process; with out= give the path of a ledger "
+            "file, or leave it out for one in that folder"
+        )
+    given = getattr(estimator.ledger, "path", estimator.ledger)
+    ledger = None if given is None else Path(given)
+    with new_run(Path(out), overwrite=overwrite, ledger=ledger, resume=resume) as place:
+        x, target, known = estimator._table(X, y)
+        place.bind(estimator, (x if estimator.schema_ else np.asarray(x, np.float64), known))
+        _Fit(estimator, x, target, place).run(settings or {})
+    return estimator
+
+
+def planned(estimator: PrivateBayes, rows: int, columns: int, classes: int | None) -> Plan:
+    """Return the plan of a fit; see `PrivateBayes.planned`."""
+    recipe, _ = estimator._recipe(classes or 1)
+    held = estimator._held_out(recipe)
+    parts, delta = held.parts(rows), estimator._delta(rows)
+    later = held.plans(parts, estimator.epsilon, delta)
+    return _plans(estimator, (len(parts.train), columns), delta, later, recipe).training
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plans:
+    """Plans of private bounds, of the standardisation, and of the training with all others."""
+
+    bounds: Plan | None
+    standard: Plan | None
+    training: Plan
+
+
+def _plans(
+    estimator: PrivateBayes,
+    shape: tuple[int, int],
+    delta: float,
+    later: tuple[Plan | None, ...],
+    recipe: recipes.Recipe,
+) -> _Plans:
+    """Return the plans.
+
+    Args:
+        estimator: its settings.
+        shape: rows for the training, and columns.
+        delta: of all together.
+        later: plans of what is spent after the training.
+        recipe: of the method.
+    """
+    n, columns = shape
+    bounds = standard = None
+    if isinstance(estimator.bounds, str) and estimator.epsilon is not None:
+        bounds = recipes.solved_plan(
+            epsilon=SHARE * estimator.epsilon, delta=delta, n=n, sampling="full-batch", steps=1
+        )
+    if recipe.standardise and estimator.epsilon is not None:
+        weights = recipes.weights(columns, estimator._regression)
+        standard = recipes.standardising_plan(n, weights, estimator.epsilon, delta, recipe.noise)
+    beside = tuple(plan for plan in (bounds, standard, *later) if plan is not None)
+    plan = recipes.settled_plan(
+        n, estimator.epsilon, delta, estimator.batch_size, estimator.epochs, beside, recipe.steps,
+        recipe.every,
+    )  # fmt: skip
+    return _Plans(bounds, standard, plan)
+
+
+class _Fit:
+    """One fit: what it needs is settled when it is made, before anything is spent.
+
+    Args:
+        estimator: is given its fitted attributes.
+        x: inputs of all rows.
+        target: of all rows.
+        place: the run folder, which knows what an interrupted fit has released; None without.
+    """
+
+    def __init__(
+        self, estimator: PrivateBayes, x: np.ndarray, target: Target, place: Workspace | None
+    ) -> None:
+        self.estimator, self.all, self.target, self.place = estimator, x, target, place
+        self.recipe, method = estimator._recipe(target.outputs)
+        self.held: HeldOut = estimator._held_out(self.recipe)
+        self.parts: Parts = self.held.parts(len(x))
+        self.rows: Any = self.parts.train if self.held else slice(None)
+        self.x = x[self.rows]
+        self.delta = estimator._delta(len(x))
+        self.later = self.held.plans(self.parts, estimator.epsilon, self.delta)
+        own = place is not None and place.own
+        self.ledger = place.book(self.delta) if own else estimator._ledger(self.delta)  # type: ignore[union-attr]
+        plans = _plans(estimator, self.x.shape, self.delta, self.later, self.recipe)
+        self.plans, self.plan = plans, plans.training
+        self.method = method
+        if method is None:
+            noise = getattr(target.likelihood, "noise_std", None)
+            self.method = self.recipe.settings(
+                self.plan, noise, estimator._regression, estimator.learning_rate, estimator.clip
+            )
+        if plans.bounds is not None or self.method is estimator.method:
+            self.method.settled(self.plan)  # refuses settings before anything is paid for
+        self.recipe.check(estimator._widths(), estimator.prior, self.plan)
+        self.released: dict[str, Any] = {}
+        if place is not None and place.resumed:
+            self.released = place.released(self.ledger)
+        elif place is not None:
+            place.keep(self.ledger, {})  # names the ledger that another attempt must have
+        self.seed = self.released.get(
+            "seed", int(check_random_state(estimator.random_state).randint(2**31 - 1))
+        )
+        self.earlier = self.released.get("earlier", self.ledger.releases)
+
+    def run(self, settings: Mapping[str, Any]) -> None:
+        """Scale, train and calibrate; in a run folder, write the run.
+
+        Args:
+            settings: further entries for the manifest of the run.
+        """
+        with self._told():
+            with _unbroken():
+                scaling = self._scaling()
+                scaling = self._standardised(scaling)
+                self._keep(seed=self.seed, earlier=self.earlier)
+            trained = [self._trained(scaling)]
+            with _unbroken():  # what is released here cannot be used by another attempt
+                self._finish(trained.pop(), scaling)  # held by nothing else when its files go
+                if self.place is not None:
+                    self.place.save(self.estimator, settings)
+
+    def _keep(self, **values: Any) -> None:
+        self.released |= values
+        if self.place is not None:
+            self.place.keep(self.ledger, self.released)
+
+    def _scaling(self) -> Scaling:
+        """Return the scaling of the inputs; private bounds are paid for here."""
+        estimator = self.estimator
+        bounds = (-1.0, 1.0) if estimator.schema_ is not None else estimator.bounds
+        if isinstance(bounds, str) and bounds != "private":
+            raise ValueError(
+                f"bounds={bounds!r}: must be (low, high), a dict by column, or 'private'"
+            )
+        if bounds is None and estimator.epsilon is not None:
+            raise ValueError(
+                "bounds: missing, and reading them off the data would not be private; pass "
+                "bounds=(low, high) from public knowledge, or bounds='private' to pay for them"
+            )
+        if self.plan.beside and not self.released:
+            self.ledger.check(self.plan.events)
+        if self.plans.bounds is not None:
+            if "bounds" not in self.released:
+                found = private_bounds(
+                    self.x.astype(np.float64), plan=self.plans.bounds, ledger=self.ledger,
+                    label="private bounds",
+                )  # fmt: skip
+                self._keep(bounds=tuple(found))
+            return Scaling(*self.released["bounds"])
+        if bounds is None or isinstance(bounds, str):
+            return Scaling.learned(self.x)
+        names = None if estimator.schema_ is not None else _names(estimator)
+        return parsed_bounds(bounds, self.x.shape[1], names)
+
+    def _standardised(self, scaling: Scaling) -> Scaling:
+        """Return the scaling with its standardisation, which is paid for here."""
+        estimator = self.estimator
+        estimator.standardisation_ = None
+        if not self.recipe.standardise:
+            return scaling
+        values, count = scaling(self.x, np.float32), self.x.shape[1]
+        known = None
+        own = self.target.values[self.rows]
+        if estimator._regression:
+            values = np.concatenate([values, own], 1)
+        else:
+            known = torch.from_numpy(own >= 0)
+        if "standard" not in self.released:
+            weights = recipes.weights(count, estimator._regression)
+            found = recipes.standardisation(
+                values, weights, estimator.epsilon, self.plans.standard, self.ledger, known
+            )
+            self._keep(standard=(found.centre, found.spread))
+        else:
+            found = Standardisation(*self.released["standard"])
+        inputs = Standardisation(found.centre[:count], found.spread[:count])
+        estimator.standardisation_ = (inputs.centre, inputs.spread)
+        self.target = estimator._shifted(
+            self.target, found.centre[count:], found.spread[count:], recipes.noise_start(self.plan)
+        )
+        return dataclasses.replace(scaling, standard=inputs)
+
+    def _trained(self, scaling: Scaling) -> Posterior:
+        """Return the posterior, from an earlier attempt where one has ended."""
+        estimator, place = self.estimator, self.place
+        if place is not None and place.trained.is_dir():
+            return training.load(place.trained, device=estimator.device or "cpu")
+        network = self.recipe.network(self.x.shape[1], estimator._widths(), self.target.outputs)
+        inputs = torch.from_numpy(scaling(self.x, np.float32))
+        short = self.plan.steps * self.plan.batch_size < _SHORT
+        posterior = training.fit(
+            network,
+            (inputs, torch.from_numpy(self.target.values[self.rows])),
+            self.target.likelihood,
+            Gaussian(1.0) if estimator.prior is None else estimator.prior,
+            self.method,
+            self.plan,
+            ledger=self.ledger,
+            out=None if place is None else place.training,
+            resume=place is not None and place.checkpointed,
+            checkpoint_every=max(1, self.plan.steps // 4) if short else None,
+            seed=self.seed,
+            device=estimator.device,
+            on_bad_rows=estimator.on_bad_rows,
+            tuning_runs=estimator.tuning_runs,
+            progress=estimator.progress,
+            debug_seed=None if self.plan.private else self.seed,
+            beside_paid=True,
+        )
+        if place is not None:
+            with _unbroken():
+                posterior.save(place.trained)
+                self._keep()
+        return posterior
+
+    def _finish(self, posterior: Posterior, scaling: Scaling) -> None:
+        """Calibrate, and set the fitted attributes."""
+        estimator = self.estimator
+        temper, cover = (
+            (torch.from_numpy(scaling(self.all[part])), torch.from_numpy(self.target.values[part]))
+            for part in (self.parts.temper, self.parts.cover)
+        )
+        estimator.temperature_, estimator.threshold_, statement = self.held.found(
+            estimator._in_double(posterior) if self.held else posterior,
+            self.plan,
+            self.later,
+            temper,
+            cover,
+            self.ledger,
+            estimator.samples,
+            self.seed,
+        )
+        posterior.privacy = self._stamped(statement)
+        estimator.posterior_ = posterior
+        estimator.bounds_ = (scaling.low, scaling.high)
+        estimator.ledger_, estimator.plan_, estimator.seed_ = self.ledger, self.plan, self.seed
+
+    def _stamped(self, statement: PrivacyStatement) -> PrivacyStatement:
+        """Return the statement, with a caveat where earlier fits may have chosen the settings."""
+        if self.estimator.epsilon is None:
+            return PrivacyStatement.not_private(_OPEN)
+        if not self.earlier or self.estimator.tuning_runs == 0:
+            return statement
+        caveat = (
+            f"the ledger held {self.earlier} release{'s' * (self.earlier != 1)} before this fit; "
+            f"if scores of earlier fits chose its settings, that choice is unaccounted for: the "
+            f"scores were not private releases (use dpbnn.select)"
+        )
+        return dataclasses.replace(statement, caveats=(*statement.caveats, caveat))
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Let an interruption say what was spent and how to go on."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit) as stop:
+            stop.add_note(self._interrupted())
+            raise
+
+    def _interrupted(self) -> str:
+        if self.estimator.epsilon is None:
+            spent = "the fit is not private"
+        elif self.ledger.untouched:
+            spent = "nothing was spent"
+        else:
+            now = self.ledger.statement(delta=self.delta)
+            path = self.ledger.path if self.place is None else self.place.ledger
+            where = "" if path is None else f", by the ledger {path}"
+            spent = f"epsilon {round_up(now.epsilon)} at delta {now.delta:g} is spent{where}"
+        if self.place is None:
+            return (
+                f"Interrupted: {spent}. The fit cannot go on, since it had no folder; pass "
+                f"out='run/' to fit, and it can be resumed."
+            )
+        if self.place.complete:
+            return f"Interrupted at the end: {spent}, and {self.place.out} is complete."
+        if not self.place.resumable:
+            return f"Interrupted: {spent}. Nothing is there to go on from; begin again."
+        return (
+            f"Interrupted: {spent}. To go on, fit the same table with the same settings and "
+            f"resume=True (--resume) into {self.place.out}: what is paid for is not paid again."
+        )
+
+
+def _names(estimator: PrivateBayes) -> Any:
+    return getattr(estimator, "feature_names_in_", None)
+
+
+@contextlib.contextmanager
+def _unbroken() -> Iterator[None]:
+    """Hold an interruption back until the end of the block."""
+    with deferred_interrupt() as interrupted:
+        yield
+        stop = interrupted()
+    if stop:
+        raise stop
