@@ -15,7 +15,7 @@ import numpy as np
 
 from dpbnn import report as reports
 from dpbnn.data.schema import Schema
-from dpbnn.data.table import as_table
+from dpbnn.data.frames import as_table
 from dpbnn.estimators import frames, pages
 from dpbnn.estimators.estimator import PrivateBayes
 from dpbnn.estimators.storage import opened, settings_of
