@@ -48,7 +48,8 @@ BELOW = {
         "priors",
         "posteriors",
     },
-    "rows": {"messages", "privacy", "likelihoods", ""},
+    "units": {"messages"},
+    "rows": {"messages", "privacy", "likelihoods", "units", ""},
     "audit": {"likelihoods", "methods", "posteriors", "priors", "privacy", "training"},
     "progress": {"privacy"},
     "threads": set(),
@@ -72,6 +73,7 @@ BELOW = {
         "posteriors",
         "methods",
         "rows",
+        "units",
         "",
     },
     "estimators": {

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from dpbnn.contributions.dense import Contributions, Draws, Weights
+from dpbnn.contributions.joined import unit_squares
 from dpbnn.contributions.rounding import INFLATION, Bad, full_precision, not_finite, without
 from dpbnn.contributions.sites import Direct, Site, merge
+from dpbnn.privacy.units import Groups
 
 
 class NetworkContributions(Contributions):
@@ -75,6 +77,17 @@ class NetworkContributions(Contributions):
         """Return |c_i| over all released names, never below the truth (float64, [batch])."""
         self._norms()
         return self._total.sqrt()
+
+    def unit_squares(self, groups: Groups) -> dict[str, Tensor]:
+        """Return |sum_i c_i|^2 over the rows of each unit, per released name; never below it."""
+        stacked, bad = self._norms()
+        own = dict(zip(self.shapes, stacked / INFLATION**2, strict=True))
+        groups, raw = groups.without(bad), {}
+        with full_precision(self.device):
+            for site in self._sites:
+                raw |= unit_squares(site, groups, own)
+        none = torch.zeros(groups.count, dtype=torch.float64, device=self.device)
+        return {name: raw.get(name, none) * INFLATION**2 for name in self.shapes}
 
     def weighted_sum(self, w: Weights) -> dict[str, Tensor]:
         """Return sum_i w_i c_i per released name, in float32 or better."""

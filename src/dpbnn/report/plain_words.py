@@ -154,14 +154,15 @@ def _attack(attack: Attack | None) -> list[tuple[str, str]]:
 
 
 def _meaning(statement: PrivacyStatement, chance: float, alone: float, approximate: bool) -> str:
+    unit = statement.unit_name
     question = (
-        "which of two records was used"
+        f"which of two {unit}s was used"
         if statement.relation is Relation.REPLACE_ONE
-        else "whether one given record was used"
+        else f"whether one given {unit} was used"
     )
     bound = "about" if approximate else "at most"
     text = (
-        f"Think of someone who knows every other record, all settings and the finished model, and "
+        f"Think of someone who knows every other {unit}, all settings and the finished model, and "
         f"who bets on {question}, at even odds. Tossing a coin is right in 50 % of such bets. "
         f"Here the best possible strategy is right in {bound} {percent_up(chance)}."
     )

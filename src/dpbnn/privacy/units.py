@@ -1,0 +1,246 @@
+"""Units: which rows of a batch belong to one person, or to another unit that is protected whole.
+
+A sampler that has a `unit` draws units, not rows. All rows of a drawn unit are in the batch, and the
+gate clips their summed contribution. Nothing here knows what the rows hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dpbnn.privacy.relation import Relation
+
+if TYPE_CHECKING:
+    from dpbnn.privacy.contracts import Clippable
+    from dpbnn.privacy.plan import Plan
+    from dpbnn.privacy.sampling import Sampler
+
+__all__ = ["BLOCK", "Groups", "Packed", "Padded", "by_unit", "check_units", "unit_norms"]
+
+BLOCK = 16
+"""Rows whose inner products are all taken at once."""
+
+
+def by_unit(plan: Plan, unit: str) -> Plan:
+    """Return the plan with n and batch size counted in units of this name; "" leaves it as it is.
+
+    Its numbers stay the same: what was accounted for one of n records holds for one of n units,
+    if every unit's rows are sampled together and clipped together.
+    """
+    if unit in ("", plan.sampler.unit):
+        return plan
+    if plan.relation is Relation.REPLACE_ONE:
+        raise ValueError(
+            f"relation: under replace-one another {unit} could have more records, whose number "
+            f"must be public; plan with relation='zero-out', or 'add/remove'"
+        )
+    return dataclasses.replace(plan, sampler=dataclasses.replace(plan.sampler, unit=unit))
+
+
+class Padded(NamedTuple):
+    """Units with about as many rows each.
+
+    Attributes:
+        units: their positions among the units of the batch, [u].
+        rows: positions of their rows in the batch, [u, m], where m is the least power of 2 that
+            holds the rows of each; any row where there are fewer.
+        there: false where there is no such row, or where it contributes nothing; [u, m].
+    """
+
+    units: Tensor
+    rows: Tensor
+    there: Tensor
+
+
+class Packed(NamedTuple):
+    """Small units, several of them in a block of `BLOCK` rows.
+
+    Attributes:
+        rows: positions of the blocks' rows in the batch, [blocks, BLOCK]; any row where a block is
+            not full. None where the blocks are the rows of the batch as they stand.
+        units: the unit of every row, any where there is none; [blocks, BLOCK].
+        same: which rows of a block are of one unit and contribute; [blocks, BLOCK, BLOCK].
+    """
+
+    rows: Tensor | None
+    units: Tensor
+    same: Tensor
+
+    def blocks(self, t: Tensor) -> Tensor:
+        """Return values of the rows, [blocks, BLOCK, ...]."""
+        return torch.unflatten(t, 0, (-1, BLOCK)) if self.rows is None else t[self.rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """The units of a batch; the rows of each follow on one another.
+
+    Attributes:
+        of: the unit of every row, 0 to count - 1, on the device of the contributions.
+        starts: first row of every unit, and then the number of rows, on the host.
+        used: false for rows that contribute nothing; None where all count.
+    """
+
+    of: Tensor
+    starts: Tensor
+    used: Tensor | None = None
+
+    @classmethod
+    def of_rows(
+        cls, units: Tensor, used: Tensor | None = None, device: torch.device | None = None
+    ) -> Groups:
+        """Return the units of a batch.
+
+        Args:
+            units: a number for every row, never falling, the same for the rows of one unit alone.
+            used: false for rows that contribute nothing.
+            device: of the contributions.
+        """
+        units = units.detach().cpu()
+        if units.dim() != 1 or units.is_floating_point() or bool((units.diff() < 0).any()):
+            raise ValueError(
+                "units: must be one whole number per row, in rising order, so that the rows of a "
+                "unit follow on one another"
+            )
+        _, of, sizes = torch.unique_consecutive(units, return_inverse=True, return_counts=True)
+        starts = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        device = device or torch.device("cpu")
+        return cls(of.to(device), starts, None if used is None else used.to(device))
+
+    @classmethod
+    def given(
+        cls, units: Tensor | None, rows: slice, used: Tensor | None, device: torch.device
+    ) -> tuple[Groups, ...]:
+        """Return the units of some rows of a batch, or nothing where the batch has none."""
+        return () if units is None else (cls.of_rows(units[rows], used, device),)
+
+    @property
+    def count(self) -> int:
+        """Number of units."""
+        return len(self.starts) - 1
+
+    @functools.cached_property
+    def sizes(self) -> Tensor:
+        """Number of rows of every unit, on the device."""
+        return self.starts.diff().to(self.of.device)
+
+    def without(self, bad: Tensor | None) -> Groups:
+        """Return the groups without some rows, which contribute nothing."""
+        if bad is None:
+            return self
+        used = ~bad if self.used is None else self.used & ~bad
+        return dataclasses.replace(self, used=used)
+
+    def of_used(self, values: Tensor) -> Tensor:
+        """Return one value per row [rows, ...], zero for rows that contribute nothing."""
+        if self.used is None:
+            return values
+        return values.masked_fill(~self.used.view(-1, *[1] * (values.dim() - 1)), 0.0)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Return the sum of each unit's rows, [units, ...]."""
+        total = values.new_zeros(self.count, *values.shape[1:])
+        return total.index_add_(0, self.of, self.of_used(values))
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Return the largest value >= 0 among each unit's rows."""
+        none = values.new_zeros(self.count)
+        return none.scatter_reduce_(0, self.of, self.of_used(values), "amax")
+
+    @functools.cached_property
+    def owners(self) -> list[int]:
+        """The unit of every row, on the host."""
+        return self.of.tolist()
+
+    @functools.cached_property
+    def padded(self) -> list[Padded]:
+        """All units by their number of rows.
+
+        How a unit is padded depends on its own number of rows alone, not on that of others.
+        """
+        return self._padded(0)
+
+    @functools.cached_property
+    def large(self) -> list[Padded]:
+        """Units of more than `BLOCK` rows, by their number."""
+        return self._padded(BLOCK)
+
+    def _padded(self, above: int) -> list[Padded]:
+        sizes = self.starts.diff()
+        powers = (sizes - 1).clamp(min=0).double().add(0.5).log2().floor().add(1).clamp(min=0)
+        found = []
+        for power in powers[sizes > above].unique().tolist():
+            units = ((powers == power) & (sizes > above)).nonzero()[:, 0]
+            steps = torch.arange(1 << int(power))
+            there = steps < sizes[units, None]
+            rows = torch.where(there, self.starts[units, None] + steps, self.starts[units, None])
+            rows, there = rows.to(self.of.device), there.to(self.of.device)
+            if self.used is not None:
+                there = there & self.used[rows]
+            found.append(Padded(units.to(self.of.device), rows, there))
+        return found
+
+    @functools.cached_property
+    def packed(self) -> Packed | None:
+        """All units of up to `BLOCK` rows; None where there is none."""
+        rows: list[int] = []
+        units: list[int] = []
+        starts = self.starts.tolist()
+        for unit, (first, stop) in enumerate(itertools.pairwise(starts)):
+            if stop - first > BLOCK:
+                continue
+            left = -len(units) % BLOCK
+            if stop - first > left:  # begin a block of its own
+                units.extend([-1] * left)
+                rows.extend([first] * left)
+            units.extend([unit] * (stop - first))
+            rows.extend(range(first, stop))
+        if not units:
+            return None
+        units.extend([-1] * (left := -len(units) % BLOCK))
+        rows.extend(rows[-1:] * left)
+        device = self.of.device
+        whose = torch.tensor(units, device=device).view(-1, BLOCK)
+        which = torch.tensor(rows, device=device).view(-1, BLOCK)
+        there = whose >= 0
+        if self.used is not None:
+            there = there & self.used[which]
+        same = (whose[:, :, None] == whose[:, None, :]) & there[:, :, None] & there[:, None, :]
+        whole = len(rows) == starts[-1] and -1 not in units
+        return Packed(None if whole else which, whose.clamp(min=0), same)
+
+
+def unit_norms(rows: Clippable, groups: Groups, names: list[str]) -> Tensor:
+    """Return each unit's norm over some released names, never below the truth.
+
+    That of the sum of its rows, or of its largest row if that is more.
+    """
+    whole, own = rows.unit_squares(groups), rows.squared_norms()
+    largest = groups.largest(torch.stack([own[name] for name in names]).sum(0))
+    return torch.maximum(torch.stack([whole[name] for name in names]).sum(0), largest).sqrt()
+
+
+def check_units(units: Tensor | None, rows: int, sampler: Sampler | None, watched: bool) -> None:
+    """Raise where what a sampler draws and what a gate is given are not the same kind of unit.
+
+    Args:
+        units: the unit of every row, if given.
+        rows: of the batch.
+        sampler: what drew it.
+        watched: whether somebody asks for the norms of single records.
+    """
+    unit = "" if sampler is None else sampler.unit
+    if (units is None) == bool(unit):
+        needed = f"the sampler draws units ({unit}); say which one each example belongs to"
+        none = "goes with a sampler that draws units, such as Poisson(n, b, unit='person')"
+        raise ValueError(f"units: {needed if unit else none}")
+    if units is not None and units.shape != (rows,):
+        raise ValueError("units: give one number for each example of the batch")
+    if units is not None and watched:
+        raise ValueError("units: observers estimate for single records; leave them out")
