@@ -11,75 +11,127 @@ embeddings. Every other layer materialises its rows' gradients, a few at a time,
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dpbnn.contributions.dense import UnsupportedModel
 from dpbnn.contributions.outer import ConvFactors, LinearFactors, Outer
 from dpbnn.contributions.rounding import squares, sum_error
-from dpbnn.contributions.sites import Rows, Site, with_slack
+from dpbnn.contributions.sites import Direct, Rows, Site, with_slack
 from dpbnn.privacy.units import Groups, Padded
 
 __all__ = ["unit_squares"]
 
 
-def unit_squares(site: Site, groups: Groups, squared: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def unit_squares(
+    sites: Sequence[Site], groups: Groups, squared: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Return |sum_i c_i|^2 of every unit per name, an upper bound (float64, [units]).
 
     Args:
-        site: a part of every row's contribution.
+        sites: parts of every row's contribution.
         groups: the units; rows that are not finite must be among those that are not used.
         squared: upper bounds on the rows' own |c_i|^2.
     """
-    if site.data_free:
+    if any(site.data_free for site in sites):
         raise UnsupportedModel(
             "units: a data-free part inside the clip would count once per record and not once per "
             "unit; use a method that adds it outside, such as BBP in weight space"
         )
-    if isinstance(site, Outer) and all(len(term.g) == site.batch for term in site.terms):
-        if len(site.terms) == 1 and site.terms[0].a.dim() == 2 and site.form is None:
-            if not any(site.names[1:]):
-                return _cross_terms(site, groups)
-    elif not isinstance(site, Rows):
-        return _added_up(site, groups, squared)
-    result = {name: torch.zeros_like(squared[name][: groups.count]) for name in site.shapes}
-    for same in groups.padded:
-        if same.rows.shape[1] == 1:
-            alone = {name: groups.of_used(squared[name])[same.rows[:, 0]] for name in site.shapes}
+    large = bool(groups.large)
+    flat = {site: factors for site in sites if (factors := _of_one_row(site, large))}
+    result = _cross_terms(flat, groups, squared) if flat else {}
+    for site in sites:
+        held = isinstance(site, Outer) and all(len(term.g) == site.batch for term in site.terms)
+        if site in flat:
+            _put(site, groups.large, result)
+        elif held or isinstance(site, Rows):
+            for name in site.shapes:
+                result[name] = groups.sums(squared[name])  # right where there is one row
+            _put(site, [same for same in groups.padded if same.rows.shape[1] > 1], result)
         else:
-            alone = _as_examples(site, same).squared_norms()
-        for name, values in alone.items():
-            result[name][same.units] = values
+            result |= _added_up(site, groups, squared)
     return result
 
 
-def _cross_terms(site: Outer, groups: Groups) -> dict[str, Tensor]:
-    """Return |sum_i g_i a_i^T|^2 = sum_{i,j} <a_i, a_j> <g_i, g_j> of one row each, in float32.
+def _put(site: Site, padded: Sequence[Padded], result: dict[str, Tensor]) -> None:
+    """Replace the results of some units by those of a site whose examples are units."""
+    for same in padded:
+        for name, values in _as_examples(site, same).squared_norms().items():
+            result[name][same.units] = values
 
-    An inner product errs by gamma |a_i| |a_j| and by an underflow in each of its terms, whatever
-    cancels. So the sum errs by gamma (sum_i |a_i| |g_i|)^2, and by as much more for underflows.
+
+def _of_one_row(site: Site, large: bool) -> tuple[Tensor, ...]:
+    """Return g, and a if there is one, where a row's gradient is g or g a^T; else nothing.
+
+    With units that are `large` for a block, a gradient g is added up.
     """
-    term = site.terms[0]
-    a, g, packed = term.a, term.g, groups.packed
-    ends = torch.stack(
-        [term.a_squares, term.g_squares, (term.a_squares * term.g_squares).sqrt()], 1
-    )
-    a_squares, g_squares, sizes = groups.sums(ends).unbind(1)
-    value = torch.zeros_like(sizes)
+    if isinstance(site, Outer) and site.form is None and not any(site.names[1:]):
+        term = site.terms[0]
+        if len(site.terms) == 1 and term.a.dim() == 2:
+            return term.g, term.a
+    if isinstance(site, Direct) and not large and len(site.terms) == 1 and not any(site.names[1:]):
+        g, _, slack = site.terms[0]
+        if g.dim() == 2 and not isinstance(slack, Tensor):
+            return (g,)
+    return ()
+
+
+def _cross_terms(
+    sites: Mapping[Site, tuple[Tensor, ...]], groups: Groups, squared: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return |sum_i g_i a_i^T|^2 = sum_{i,j} <a_i, a_j> <g_i, g_j>, of float32 inner products.
+
+    Each of these errs by gamma times its factors' norms, whatever cancels, and by an underflow in
+    every term. So a unit's value errs by gamma (sum_i |a_i| |g_i|)^2 and that loss. Larger units
+    than fit a block are left out of the sum.
+    """
+    packed, grams = groups.packed, {}
+
+    def gram(t: Tensor) -> Tensor:
+        key = (t.data_ptr(), t.shape, t.stride())
+        if key not in grams:
+            blocks = packed.blocks(groups.of_used(t))
+            grams[key] = torch.bmm(blocks, blocks.mT).double()
+        return grams[key]
+
+    names = [name for site in sites for name in site.shapes]
+    value = torch.zeros(groups.count, len(names), dtype=torch.float64, device=groups.of.device)
     if packed is not None:
-        left, right = packed.blocks(a), packed.blocks(g)
-        products = torch.bmm(left, left.mT).double().mul_(torch.bmm(right, right.mT))
-        own = torch.where(packed.same, products, 0.0).sum(2)
-        value.index_add_(0, packed.units.flatten(), own.flatten())
-    gamma = sum_error(term.columns + 1, a.dtype) + sum_error(term.rows + 1, g.dtype)
-    tiny = torch.finfo(torch.float32).tiny * groups.sizes
-    lost = (term.columns * g_squares + term.rows * a_squares).mul_(tiny)
-    value = value.clamp_(min=0).addcmul_(sizes, sizes, value=gamma).add_(lost)
-    for same in groups.large:
-        (value[same.units],) = _as_examples(site, same).squared_norms().values()
-    return dict.fromkeys(site.shapes, value)
+        products = [
+            (gram(g) * gram(*a) if a else gram(g)).mul(packed.same).sum(2)
+            for g, *a in sites.values()
+        ]
+        value.index_add_(0, packed.units, torch.stack(products, 2).flatten(0, 1))
+    own = torch.stack([squared[name] for name in names], 1)
+    ends = torch.stack([_ends(site, squared) for site in sites], 1)
+    sizes, ends = groups.sums(torch.cat([own.sqrt_(), ends], 1)).split(len(names), 1)
+    widths = tuple(tuple(t.shape[1] for t in factors) for factors in sites.values())
+    gamma, tiny = _errors(widths, value.device)
+    lost = ends.mul_(groups.sizes[:, None]).mul_(tiny)
+    value = value.clamp_(min=0).add_(sizes.square_().mul_(gamma)).add_(lost)
+    return dict(zip(names, value.unbind(1), strict=True))
+
+
+@functools.lru_cache(maxsize=64)
+def _errors(widths: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """Return gamma, and what underflows may lose, of products of so long inner products each."""
+    tiny = torch.finfo(torch.float32).tiny
+    gamma = [sum(sum_error(width + 1, torch.float32) for width in own) for own in widths]
+    return torch.tensor(
+        [gamma, [tiny * sum(own) for own in widths]], dtype=torch.float64, device=device
+    )
+
+
+def _ends(site: Site, squared: Mapping[str, Tensor]) -> Tensor:
+    """Return |a_i|^2 + |g_i|^2 of every row, or |g_i|^2 + 1 where there is no a."""
+    if isinstance(site, Outer):
+        return site.terms[0].a_squares + site.terms[0].g_squares
+    return squared[next(iter(site.shapes))] + 1
 
 
 def _as_examples(site: Site, same: Padded) -> Site:
@@ -134,14 +186,14 @@ def _added_up(site: Site, groups: Groups, squared: Mapping[str, Tensor]) -> dict
 
     The sum of a unit's m rows errs by gamma_m sum_i |c_i| and by the rows' own errors.
     """
-    starts, of = groups.starts.tolist(), groups.owners
+    starts = groups.starts
     begun: dict[str, Tensor] = {}
     parts: dict[str, list[Tensor]] = {name: [] for name in site.shapes}
     for rows in site.slices():
         first, stop, _ = rows.indices(site.batch)
-        low, high = of[first], of[stop - 1]
+        low, high = (int(np.searchsorted(starts, row, "right")) - 1 for row in (first, stop - 1))
         used = None if groups.used is None else groups.used[first:stop]
-        part = Groups(groups.of[first:stop] - low, groups.starts[: high - low + 2], used)
+        part = Groups(groups.of[first:stop] - low, starts[: high - low + 2], used)
         for name, values in site.instantiate(slice(first, stop)).items():
             total = part.sums(values.flatten(1))
             if name in begun:  # the first unit has rows in the run before
@@ -158,8 +210,7 @@ def _added_up(site: Site, groups: Groups, squared: Mapping[str, Tensor]) -> dict
     return result
 
 
-def _gamma(sizes: Tensor) -> Tensor:
+def _gamma(count: Tensor) -> Tensor:
     """Return `sum_error` of float32 sums of so many terms each, and 0 for one term."""
-    count = sizes.double()
     unit = torch.finfo(torch.float32).eps / 2
-    return unit * torch.minimum(count, 8 + 4 * count.sqrt()) * (count > 1)
+    return torch.minimum(count, 4 * count.sqrt() + 8).mul_(unit).mul_(count > 1)

@@ -82,12 +82,11 @@ class NetworkContributions(Contributions):
         """Return |sum_i c_i|^2 over the rows of each unit, per released name; never below it."""
         stacked, bad = self._norms()
         own = dict(zip(self.shapes, stacked / INFLATION**2, strict=True))
-        groups, raw = groups.without(bad), {}
         with full_precision(self.device):
-            for site in self._sites:
-                raw |= unit_squares(site, groups, own)
+            raw = unit_squares(self._sites, groups.without(bad), own)
         none = torch.zeros(groups.count, dtype=torch.float64, device=self.device)
-        return {name: raw.get(name, none) * INFLATION**2 for name in self.shapes}
+        whole = torch.stack([raw.get(name, none) for name in self.shapes]).mul_(INFLATION**2)
+        return dict(zip(self.shapes, whole.unbind(), strict=True))
 
     def weighted_sum(self, w: Weights) -> dict[str, Tensor]:
         """Return sum_i w_i c_i per released name, in float32 or better."""

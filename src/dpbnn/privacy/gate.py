@@ -207,8 +207,8 @@ class Gate:
             most_rows: with units, a public number that bounds the rows of any batch; None is slow.
         """
         sigma = self._sigma(noise_multiplier)
-        check_units(units, contributions.batch_size, self.sampler, bool(self._watchers))
-        self._check_size(contributions.batch_size if units is None else len(units.unique()))
+        rows, watched = contributions.batch_size, bool(self._watchers)
+        self._check_size(check_units(units, rows, self.sampler, watched))
         _check_keep(keep, contributions.batch_size, self.ledger.relation.public_size)
         self._groups(contributions.shapes)
         self.mechanism.check(contributions.shapes)

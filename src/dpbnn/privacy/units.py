@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BLOCK", "Groups", "Packed", "Padded", "by_unit", "check_units", "unit_norms"]
 
-BLOCK = 16
+BLOCK = 32
 """Rows whose inner products are all taken at once."""
 
 
@@ -64,8 +64,8 @@ class Packed(NamedTuple):
     Attributes:
         rows: positions of the blocks' rows in the batch, [blocks, BLOCK]; any row where a block is
             not full. None where the blocks are the rows of the batch as they stand.
-        units: the unit of every row, any where there is none; [blocks, BLOCK].
-        same: which rows of a block are of one unit and contribute; [blocks, BLOCK, BLOCK].
+        units: the unit of every row, any where there is none; [blocks * BLOCK].
+        same: 1 where two rows of a block are of one unit, 0 elsewhere; [blocks, BLOCK, BLOCK].
     """
 
     rows: Tensor | None
@@ -88,7 +88,7 @@ class Groups:
     """
 
     of: Tensor
-    starts: Tensor
+    starts: np.ndarray
     used: Tensor | None = None
 
     @classmethod
@@ -102,16 +102,12 @@ class Groups:
             used: false for rows that contribute nothing.
             device: of the contributions.
         """
-        units = units.detach().cpu()
-        if units.dim() != 1 or units.is_floating_point() or bool((units.diff() < 0).any()):
-            raise ValueError(
-                "units: must be one whole number per row, in rising order, so that the rows of a "
-                "unit follow on one another"
-            )
-        _, of, sizes = torch.unique_consecutive(units, return_inverse=True, return_counts=True)
-        starts = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        starts = _starts(units)
+        of = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
         device = device or torch.device("cpu")
-        return cls(of.to(device), starts, None if used is None else used.to(device))
+        return cls(
+            torch.from_numpy(of).to(device), starts, None if used is None else used.to(device)
+        )
 
     @classmethod
     def given(
@@ -127,8 +123,8 @@ class Groups:
 
     @functools.cached_property
     def sizes(self) -> Tensor:
-        """Number of rows of every unit, on the device."""
-        return self.starts.diff().to(self.of.device)
+        """Number of rows of every unit, in float64, on the device."""
+        return torch.from_numpy(np.diff(self.starts)).to(self.of.device, torch.float64)
 
     def without(self, bad: Tensor | None) -> Groups:
         """Return the groups without some rows, which contribute nothing."""
@@ -154,16 +150,8 @@ class Groups:
         return none.scatter_reduce_(0, self.of, self.of_used(values), "amax")
 
     @functools.cached_property
-    def owners(self) -> list[int]:
-        """The unit of every row, on the host."""
-        return self.of.tolist()
-
-    @functools.cached_property
     def padded(self) -> list[Padded]:
-        """All units by their number of rows.
-
-        How a unit is padded depends on its own number of rows alone, not on that of others.
-        """
+        """All units by their number of rows."""
         return self._padded(0)
 
     @functools.cached_property
@@ -171,49 +159,63 @@ class Groups:
         """Units of more than `BLOCK` rows, by their number."""
         return self._padded(BLOCK)
 
+    @functools.cached_property
+    def _widths(self) -> np.ndarray:
+        """For every unit, the least power of 2 that holds its rows, whatever others have."""
+        return 1 << np.ceil(np.log2(np.maximum(np.diff(self.starts), 1))).astype(np.int64)
+
     def _padded(self, above: int) -> list[Padded]:
-        sizes = self.starts.diff()
-        powers = (sizes - 1).clamp(min=0).double().add(0.5).log2().floor().add(1).clamp(min=0)
-        found = []
-        for power in powers[sizes > above].unique().tolist():
-            units = ((powers == power) & (sizes > above)).nonzero()[:, 0]
-            steps = torch.arange(1 << int(power))
-            there = steps < sizes[units, None]
-            rows = torch.where(there, self.starts[units, None] + steps, self.starts[units, None])
-            rows, there = rows.to(self.of.device), there.to(self.of.device)
+        found, device = [], self.of.device
+        for width in np.unique(self._widths[self._widths > above]):
+            units = np.flatnonzero(self._widths == width)
+            first, stop = self.starts[units, None], self.starts[units + 1, None]
+            places = first + np.arange(width)
+            rows = torch.from_numpy(np.where(places < stop, places, first)).to(device)
+            there = torch.from_numpy(places < stop).to(device)
             if self.used is not None:
                 there = there & self.used[rows]
-            found.append(Padded(units.to(self.of.device), rows, there))
+            found.append(Padded(torch.from_numpy(units).to(device), rows, there))
         return found
 
     @functools.cached_property
     def packed(self) -> Packed | None:
-        """All units of up to `BLOCK` rows; None where there is none."""
-        rows: list[int] = []
-        units: list[int] = []
-        starts = self.starts.tolist()
-        for unit, (first, stop) in enumerate(itertools.pairwise(starts)):
-            if stop - first > BLOCK:
-                continue
-            left = -len(units) % BLOCK
-            if stop - first > left:  # begin a block of its own
-                units.extend([-1] * left)
-                rows.extend([first] * left)
-            units.extend([unit] * (stop - first))
-            rows.extend(range(first, stop))
-        if not units:
+        """All units of up to `BLOCK` rows; None where there is none.
+
+        Padded to powers of 2 and put in order of these, they fill up blocks.
+        """
+        small = np.flatnonzero(self._widths <= BLOCK)
+        if not len(small):
             return None
-        units.extend([-1] * (left := -len(units) % BLOCK))
-        rows.extend(rows[-1:] * left)
-        device = self.of.device
-        whose = torch.tensor(units, device=device).view(-1, BLOCK)
-        which = torch.tensor(rows, device=device).view(-1, BLOCK)
-        there = whose >= 0
-        if self.used is not None:
-            there = there & self.used[which]
-        same = (whose[:, :, None] == whose[:, None, :]) & there[:, :, None] & there[:, None, :]
-        whole = len(rows) == starts[-1] and -1 not in units
-        return Packed(None if whole else which, whose.clamp(min=0), same)
+        small = small[np.argsort(-self._widths[small], kind="stable")]
+        widths, sizes = self._widths[small], np.diff(self.starts)[small]
+        slots = np.cumsum(widths) - widths
+        total = -(-int(slots[-1] + widths[-1]) // BLOCK) * BLOCK
+        units, rows = np.full(total, -1), np.zeros(total, dtype=np.int64)
+        offsets = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        places = np.repeat(slots, sizes) + offsets
+        units[places] = np.repeat(small, sizes)
+        rows[places] = np.repeat(self.starts[small], sizes) + offsets
+        device, shape = self.of.device, (-1, BLOCK)
+        as_they_are = total == self.starts[-1] and (rows == np.arange(total)).all()
+        whose, which = units.reshape(shape), torch.from_numpy(rows.reshape(shape)).to(device)
+        same = (whose[:, :, None] == whose[:, None, :]) & (whose[:, :, None] >= 0)
+        return Packed(
+            None if as_they_are else which,
+            torch.from_numpy(np.maximum(units, 0)).to(device),
+            torch.from_numpy(same.astype(np.float64)).to(device),
+        )
+
+
+def _starts(units: Tensor) -> np.ndarray:
+    """Return where each unit begins, and the number of rows."""
+    values = units.detach().cpu().numpy()
+    if values.ndim != 1 or values.dtype.kind not in "iu" or (values[1:] < values[:-1]).any():
+        raise ValueError(
+            "units: must be one whole number per row, in rising order, so that the rows of a "
+            "unit follow on one another"
+        )
+    changes = np.flatnonzero(values[1:] != values[:-1]) + 1
+    return np.concatenate([[0] * bool(len(values)), changes, [len(values)]]).astype(np.int64)
 
 
 def unit_norms(rows: Clippable, groups: Groups, names: list[str]) -> Tensor:
@@ -226,8 +228,10 @@ def unit_norms(rows: Clippable, groups: Groups, names: list[str]) -> Tensor:
     return torch.maximum(torch.stack([whole[name] for name in names]).sum(0), largest).sqrt()
 
 
-def check_units(units: Tensor | None, rows: int, sampler: Sampler | None, watched: bool) -> None:
-    """Raise where what a sampler draws and what a gate is given are not the same kind of unit.
+def check_units(units: Tensor | None, rows: int, sampler: Sampler | None, watched: bool) -> int:
+    """Return how many records or units a batch has.
+
+    Raises where what a sampler draws and what a gate is given are not the same kind of unit.
 
     Args:
         units: the unit of every row, if given.
@@ -240,7 +244,10 @@ def check_units(units: Tensor | None, rows: int, sampler: Sampler | None, watche
         needed = f"the sampler draws units ({unit}); say which one each example belongs to"
         none = "goes with a sampler that draws units, such as Poisson(n, b, unit='person')"
         raise ValueError(f"units: {needed if unit else none}")
-    if units is not None and units.shape != (rows,):
+    if units is None:
+        return rows
+    if units.shape != (rows,):
         raise ValueError("units: give one number for each example of the batch")
-    if units is not None and watched:
+    if watched:
         raise ValueError("units: observers estimate for single records; leave them out")
+    return len(_starts(units)) - 1
