@@ -56,14 +56,6 @@ class Rows:
         """Number of what batches are drawn from: records, or units."""
         return len(self.x) if self.units is None else len(self.units)
 
-    def batch(self, drawn: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the records of a batch, and the unit of each where units are drawn."""
-        return (drawn, None) if self.units is None else self.units.batch(drawn)
-
-    def most_rows(self, drawn: int) -> int | None:
-        """Return a public number of records that a batch of so many units does not exceed."""
-        return None if self.units is None else self.units.most_rows(drawn)
-
     def by_unit(self, units: Units) -> Rows:
         """Return the same rows as records of units."""
         if len(units.order) != len(self.x):

@@ -39,7 +39,7 @@ from dpbnn.privacy.events import check_one_unit
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.statement import PrivacyStatement
-from dpbnn.privacy.units import by_unit
+from dpbnn.privacy.units import by_unit as counted_by
 from dpbnn.resume import FAILED, Run
 from dpbnn.rows import checked_rows
 from dpbnn.threads import threads_for
@@ -130,7 +130,7 @@ def fit(
     check_count(max_records=max_records)
     if units is not None:
         method.check_units()
-        plan = by_unit(plan, checked_unit(unit) or "person")
+        plan = counted_by(plan, checked_unit(unit) or "person")
         check_one_unit(plan.events)
     elif plan.sampler.unit:
         raise ValueError(f"units: missing, and the plan counts {plan.sampler.unit}s; say whose "
@@ -163,6 +163,7 @@ def fit(
             owners = Units.of(
                 units, size, unit=settled.sampler.unit, most=max_records, on_bad_rows=on_bad_rows
             )
+            owners.check(data)
             size = None if size is None else len(owners.order)
         rows = checked_rows(data, network, likely, size, place, on_bad_rows)
         if units is not None:
@@ -342,19 +343,22 @@ class _Run(Run):
         sigma = self.reserve()
         if self.captured is not None:
             self.watch.updated()  # replayed steps have moved the parameters
-        drawn, units = self.rows.batch(batch)
+        drawn, whose, owners = batch, batch, self.rows.units
+        by_unit: dict[str, Any] = {}
+        if owners is not None:
+            drawn, whose = owners.batch(batch)
+            most = owners.most_rows(self.plan.sampler.most(self.step))
+            by_unit = {"units": whose, "most_rows": most}
         records = drawn.to(self.x.device)
-        kept, who = self.rows.kept, batch if units is None else units
-        most = self.rows.most_rows(self.plan.sampler.most(self.step))
+        kept = self.rows.kept
         with self._drawing():
             state = self.process.draw(self.state)
             with unquoted(*FAILED, let=(UnsupportedModel,)):
                 contributions = self.process.contribute(state, self.x[records], self.y[records])
             keep = None if kept is None else kept[records]
             release = self.gate(
-                contributions, noise_multiplier=sigma, keep=keep, records=who, units=units,
-                most_rows=most,
-            )  # fmt: skip
+                contributions, noise_multiplier=sigma, keep=keep, records=whose, **by_unit
+            )
             self.watch.contributed()
         self.state = self.process.update(state, release)
         self.watch.updated()

@@ -89,6 +89,12 @@ class Units:
                 kept = kept & ~beyond
         return cls(order, starts, kept, most)
 
+    def check(self, data: Any) -> None:
+        """Raise where the data, a pair of inputs and targets, has another number of records."""
+        rows = data[0] if isinstance(data, tuple | list) and len(data) == 2 else ()
+        if hasattr(rows, "__len__") and len(rows) != len(self.order):
+            raise ValueError("units: give one label for each record of the data")
+
     def __len__(self) -> int:
         return len(self.starts) - 1
 
@@ -120,6 +126,8 @@ def numbered(labels: Any) -> tuple[Tensor, Tensor]:
         if isinstance(label, str):
             label = label.strip()
             none = not label
+        elif isinstance(label, int | float):
+            none = label != label
         else:
             none = label is None or _not_a_label(label)
         missing.append(none)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from dpbnn.contributions.dense import UnsupportedModel
 from dpbnn.contributions.outer import ConvFactors, LinearFactors, Outer
 from dpbnn.contributions.rounding import squares, sum_error
 from dpbnn.contributions.sites import Direct, Rows, Site, with_slack
-from dpbnn.privacy.units import Groups, Padded
+from dpbnn.privacy.units import Groups, Packed, Padded
 
 __all__ = ["unit_squares"]
 
@@ -90,10 +91,10 @@ def _cross_terms(
     every term. So a unit's value errs by gamma (sum_i |a_i| |g_i|)^2 and that loss. Larger units
     than fit a block are left out of the sum.
     """
-    packed, grams = groups.packed, {}
+    grams: dict[Any, Tensor] = {}
 
-    def gram(t: Tensor) -> Tensor:
-        key = (t.data_ptr(), t.shape, t.stride())
+    def gram(packed: Packed, t: Tensor) -> Tensor:
+        key = (t.data_ptr(), t.shape, t.stride())  # a layer's weight and bias share g
         if key not in grams:
             blocks = packed.blocks(groups.of_used(t))
             grams[key] = torch.bmm(blocks, blocks.mT).double()
@@ -101,15 +102,15 @@ def _cross_terms(
 
     names = [name for site in sites for name in site.shapes]
     value = torch.zeros(groups.count, len(names), dtype=torch.float64, device=groups.of.device)
-    if packed is not None:
+    if (packed := groups.packed) is not None:
         products = [
-            (gram(g) * gram(*a) if a else gram(g)).mul(packed.same).sum(2)
+            (gram(packed, g) * gram(packed, *a) if a else gram(packed, g)).mul(packed.same).sum(2)
             for g, *a in sites.values()
         ]
         value.index_add_(0, packed.units, torch.stack(products, 2).flatten(0, 1))
     own = torch.stack([squared[name] for name in names], 1)
     ends = torch.stack([_ends(site, squared) for site in sites], 1)
-    sizes, ends = groups.sums(torch.cat([own.sqrt_(), ends], 1)).split(len(names), 1)
+    sizes, ends = groups.sums(torch.cat([own.sqrt_(), ends], 1)).tensor_split(2, 1)
     widths = tuple(tuple(t.shape[1] for t in factors) for factors in sites.values())
     gamma, tiny = _errors(widths, value.device)
     lost = ends.mul_(groups.sizes[:, None]).mul_(tiny)
@@ -203,10 +204,10 @@ def _added_up(site: Site, groups: Groups, squared: Mapping[str, Tensor]) -> dict
             parts[name].append(squares(total))
     slack = site.slack()
     own = groups.sums(slack) if isinstance(slack, Tensor) else 0.0
-    result = {}
-    for name, values in parts.items():
+    result: dict[str, Tensor] = {}
+    for name, found in parts.items():
         error = _gamma(groups.sizes).mul_(groups.sums(squared[name].sqrt())).add_(own)
-        result |= with_slack({name: values[0] if len(values) == 1 else torch.cat(values)}, error)
+        result |= with_slack({name: found[0] if len(found) == 1 else torch.cat(found)}, error)
     return result
 
 

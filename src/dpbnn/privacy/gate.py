@@ -207,8 +207,7 @@ class Gate:
             most_rows: with units, a public number that bounds the rows of any batch; None is slow.
         """
         sigma = self._sigma(noise_multiplier)
-        rows, watched = contributions.batch_size, bool(self._watchers)
-        self._check_size(check_units(units, rows, self.sampler, watched))
+        self._check_size(check_units(units, contributions.batch_size, self.sampler, self._watchers))
         _check_keep(keep, contributions.batch_size, self.ledger.relation.public_size)
         self._groups(contributions.shapes)
         self.mechanism.check(contributions.shapes)
@@ -326,7 +325,8 @@ class Gate:
         for chunk in whole:
             rows, first = slice(first, first + chunk.batch_size), first + chunk.batch_size
             part = None if keep is None else keep[rows].to(chunk.device)
-            w = self._weights(chunk, *Groups.given(units, rows, part, chunk.device))
+            own = () if units is None else (Groups.of_rows(units[rows], part, chunk.device),)
+            w = self._weights(chunk, *own)
             if part is not None:
                 w = w * part if isinstance(w, Tensor) else {n: v * part for n, v in w.items()}
             if self._watchers:
@@ -357,9 +357,7 @@ class Gate:
             raise ValueError(f"clip: {left} belong to no group; add a group for them")
         return groups
 
-    def _weights(
-        self, chunk: Clippable, units: Groups | None = None
-    ) -> Tensor | dict[str, Tensor]:
+    def _weights(self, chunk: Clippable, units: Groups | None = None) -> Tensor | dict[str, Tensor]:
         """Return the clip factor of every example, by released name where there are groups."""
         if units is not None:
             found: dict[str, Tensor] = {}
@@ -421,9 +419,10 @@ class Gate:
             return
         expected = self.sampler.size(self.step)
         if (expected is not None and size != expected) or size > self.sampler.n:
+            wanted = "at most n" if expected is None else expected
             raise ValueError(
-                f"the batch has {size} {self.sampler.unit or 'record'}s where {self.sampler.name} sampling of "
-                f"n={self.sampler.n} has {expected if expected is not None else 'at most n'}; "
+                f"the batch has {size} {self.sampler.unit or 'record'}s where {self.sampler.name} "
+                f"sampling of n={self.sampler.n} has {wanted}; "
                 f"draw batches with sampler.batches(...), or pass sampler=None to the gate"
             )
 

@@ -1,13 +1,14 @@
 """Units: which rows of a batch belong to one person, or to another unit that is protected whole.
 
-A sampler that has a `unit` draws units, not rows. All rows of a drawn unit are in the batch, and the
-gate clips their summed contribution. Nothing here knows what the rows hold.
+A sampler that has a `unit` draws units, not rows. All rows of a drawn unit are in the batch, and
+the gate clips their summed contribution. Nothing here knows what the rows hold.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -108,13 +109,6 @@ class Groups:
         return cls(
             torch.from_numpy(of).to(device), starts, None if used is None else used.to(device)
         )
-
-    @classmethod
-    def given(
-        cls, units: Tensor | None, rows: slice, used: Tensor | None, device: torch.device
-    ) -> tuple[Groups, ...]:
-        """Return the units of some rows of a batch, or nothing where the batch has none."""
-        return () if units is None else (cls.of_rows(units[rows], used, device),)
 
     @property
     def count(self) -> int:
@@ -228,7 +222,9 @@ def unit_norms(rows: Clippable, groups: Groups, names: list[str]) -> Tensor:
     return torch.maximum(torch.stack([whole[name] for name in names]).sum(0), largest).sqrt()
 
 
-def check_units(units: Tensor | None, rows: int, sampler: Sampler | None, watched: bool) -> int:
+def check_units(
+    units: Tensor | None, rows: int, sampler: Sampler | None, watchers: Sequence[object] = ()
+) -> int:
     """Return how many records or units a batch has.
 
     Raises where what a sampler draws and what a gate is given are not the same kind of unit.
@@ -237,7 +233,7 @@ def check_units(units: Tensor | None, rows: int, sampler: Sampler | None, watche
         units: the unit of every row, if given.
         rows: of the batch.
         sampler: what drew it.
-        watched: whether somebody asks for the norms of single records.
+        watchers: who asks for the norms of single records.
     """
     unit = "" if sampler is None else sampler.unit
     if (units is None) == bool(unit):
@@ -248,6 +244,6 @@ def check_units(units: Tensor | None, rows: int, sampler: Sampler | None, watche
         return rows
     if units.shape != (rows,):
         raise ValueError("units: give one number for each example of the batch")
-    if watched:
+    if watchers:
         raise ValueError("units: observers estimate for single records; leave them out")
     return len(_starts(units)) - 1
