@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,6 +105,30 @@ class Units:
         units = drawn.repeat_interleave(sizes)
         before = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
         return self.order[first.repeat_interleave(sizes) + torch.arange(len(units)) - before], units
+
+    def records(self, first: int, last: int) -> np.ndarray:
+        """Return the records of units first to last - 1, those of a unit one after another."""
+        return self.order[self.starts[first] : self.starts[last]].numpy()
+
+    def means(self, first: int, last: int, values: np.ndarray, keep: Tensor | None) -> np.ndarray:
+        """Return the mean of each unit's values; records that are bad or not kept count as zero.
+
+        Args:
+            first: the first unit.
+            last: the unit after the last one.
+            values: of their `records`.
+            keep: false for records, of all, that count as zero.
+        """
+        records = self.records(first, last)
+        for kept in (keep, self.kept):
+            if kept is not None:
+                values = np.where(kept.numpy()[records, None], values, 0.0)
+        values = np.where(np.isfinite(values).all(1, keepdims=True), values, 0.0)
+        starts = self.starts[first : last + 1].numpy()
+        if first == last:
+            return values
+        total = np.add.reduceat(values, starts[:-1] - starts[0], axis=0)
+        return total / np.diff(starts)[:, None]
 
     def most_rows(self, units: int) -> int:
         """Return a public number of records that so many units do not exceed."""

@@ -65,7 +65,9 @@ def compare_command(
     if not out.absolute().parent.is_dir():
         raise ValueError(f"{out}: its parent is not a folder; make that one first")
     with speaker.warnings():
-        schema, x, y = read_training_table(table, options, private=True)
+        schema, x, y, units = read_training_table(table, options, private=True)
+        if units is not None:
+            raise ValueError("unit: compare is for records; fit persons one by one, by 'dpbnn fit'")
         tested = read(test, options)
         inputs, _ = schema.encode(tested, target=True, on_bad_rows=options["on_bad_rows"])
         usable = ~np.isnan(inputs).any(1)

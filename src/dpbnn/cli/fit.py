@@ -103,14 +103,14 @@ def fit_command(
             "--epsilon: give a budget, such as --epsilon 1, or --non-private, and not both"
         )
     with speaker.warnings(), new_run(out, overwrite=overwrite, ledger=ledger) as workspace:
-        schema, x, y = read_training_table(table, options, private=not non_private)
+        schema, x, y, units = read_training_table(table, options, private=not non_private)
         speaker.say(
             f"{table}: {len(x)} rows, {len(schema.columns)} columns ({x.shape[1]} after encoding), "
             f"{schema.task} of {schema.target.name!r}."
         )
         if non_private:
             speaker.say("*** NOT PRIVATE *** --non-private trains without any guarantee.")
-        estimator = fitted(schema, x, y, method, epsilon, workspace.book, speaker, options)
+        estimator = fitted(schema, x, y, method, epsilon, workspace.book, speaker, options, units)
         settings = {
             "table": table.name,
             "method": method,
@@ -128,8 +128,8 @@ def fit_command(
 
 def read_training_table(
     table: Path, options: dict[str, Any], *, private: bool
-) -> tuple[Schema, Any, Any]:
-    """Return the schema and the encoded table, or raise before anything is spent."""
+) -> tuple[Schema, Any, Any, Any]:
+    """Return the schema, the encoded table and its units, or raise before anything is spent."""
     from dpbnn.cli.schema import chosen_schema
 
     rows = read(table, options)
@@ -137,7 +137,7 @@ def read_training_table(
     found = chosen_schema(rows, **about, private=private)
     found.check(rows, on_bad_rows=options["on_bad_rows"])
     x, y = found.encode(rows, target=True, on_bad_rows=options["on_bad_rows"])
-    return found, x, y
+    return found, x, y, found.units(rows)
 
 
 def fitted(
@@ -149,14 +149,20 @@ def fitted(
     ledger: Callable[[float], Any],
     speaker: Speaker,
     options: dict[str, Any],
+    units: Any = None,
 ) -> PrivateBayes:
     """Return an estimator fitted to an encoded table, which predicts in the original units."""
+    from dpbnn.estimators.persons import Persons, unit_name
     from dpbnn.estimators.recipes import default_delta
 
-    book = ledger(options["delta"] or default_delta(len(x)))
+    by: dict[str, Any] = {} if units is None else {"units": units, "unit": unit_name(schema.unit)}
+    count = len(x) if units is None else Persons.of(
+        units, by["unit"], len(x), options["on_bad_rows"]
+    ).count  # fmt: skip
+    book = ledger(options["delta"] or default_delta(count))
     estimator = unfitted(schema, method, epsilon, book, options)
     estimator.set_params(progress=speaker.progress)
-    return estimator.fit(x, y if schema.classes is not None else schema.decode_target(y))
+    return estimator.fit(x, y if schema.classes is not None else schema.decode_target(y), **by)
 
 
 def unfitted(

@@ -23,7 +23,7 @@ from dpbnn.contributions.dense import UnsupportedModel
 from dpbnn.contributions.outer import ConvFactors, LinearFactors, Outer
 from dpbnn.contributions.rounding import squares, sum_error
 from dpbnn.contributions.sites import Direct, Rows, Site, with_slack
-from dpbnn.privacy.units import Groups, Packed, Padded
+from dpbnn.privacy.units import BLOCK, Groups, Packed, Padded
 
 __all__ = ["unit_squares"]
 
@@ -88,43 +88,44 @@ def _cross_terms(
     """Return |sum_i g_i a_i^T|^2 = sum_{i,j} <a_i, a_j> <g_i, g_j>, of float32 inner products.
 
     Each of these errs by gamma times its factors' norms, whatever cancels, and by an underflow in
-    every term. So a unit's value errs by gamma (sum_i |a_i| |g_i|)^2 and that loss. Larger units
-    than fit a block are left out of the sum.
+    every term; so do their products and the sums of these. So a unit's value errs by gamma (sum_i
+    |a_i| |g_i|)^2 and that loss. Units that are larger than a block are left out of the sum.
     """
-    grams: dict[Any, Tensor] = {}
-
-    def gram(packed: Packed, t: Tensor) -> Tensor:
-        key = (t.data_ptr(), t.shape, t.stride())  # a layer's weight and bias share g
-        if key not in grams:
-            blocks = packed.blocks(groups.of_used(t))
-            grams[key] = torch.bmm(blocks, blocks.mT).double()
-        return grams[key]
-
     names = [name for site in sites for name in site.shapes]
     value = torch.zeros(groups.count, len(names), dtype=torch.float64, device=groups.of.device)
     if (packed := groups.packed) is not None:
-        products = [
-            (gram(packed, g) * gram(packed, *a) if a else gram(packed, g)).mul(packed.same).sum(2)
-            for g, *a in sites.values()
-        ]
-        value.index_add_(0, packed.units, torch.stack(products, 2).flatten(0, 1))
+        ends: dict[Any, Tensor] = {}
+        rows = []
+        for g, *a in sites.values():
+            key = (g.data_ptr(), g.shape, g.stride())  # a layer's weight and bias share g
+            if key not in ends:
+                ends[key] = _gram(packed, groups, g).mul_(packed.same)
+            product = _gram(packed, groups, *a).mul_(ends[key]) if a else ends[key]
+            rows.append(product.sum(2).flatten())
+        value.index_add_(0, packed.units, torch.stack(rows, 1).double())
     own = torch.stack([squared[name] for name in names], 1)
-    ends = torch.stack([_ends(site, squared) for site in sites], 1)
-    sizes, ends = groups.sums(torch.cat([own.sqrt_(), ends], 1)).tensor_split(2, 1)
+    both = torch.stack([_ends(site, squared) for site in sites], 1)
+    sizes, lost = groups.sums(torch.cat([own.sqrt_(), both], 1)).tensor_split(2, 1)
     widths = tuple(tuple(t.shape[1] for t in factors) for factors in sites.values())
     gamma, tiny = _errors(widths, value.device)
-    lost = ends.mul_(groups.sizes[:, None]).mul_(tiny)
+    lost = lost.add_(groups.sizes[:, None]).mul_(groups.sizes[:, None]).mul_(tiny)
     value = value.clamp_(min=0).add_(sizes.square_().mul_(gamma)).add_(lost)
     return dict(zip(names, value.unbind(1), strict=True))
+
+
+def _gram(packed: Packed, groups: Groups, t: Tensor) -> Tensor:
+    blocks = packed.blocks(groups.of_used(t))
+    return torch.bmm(blocks, blocks.mT)
 
 
 @functools.lru_cache(maxsize=64)
 def _errors(widths: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """Return gamma, and what underflows may lose, of products of so long inner products each."""
     tiny = torch.finfo(torch.float32).tiny
-    gamma = [sum(sum_error(width + 1, torch.float32) for width in own) for own in widths]
+    terms = [(*own, BLOCK, 2) for own in widths]  # the sum over a block, and a product
+    gamma = [sum(sum_error(width + 1, torch.float32) for width in own) for own in terms]
     return torch.tensor(
-        [gamma, [tiny * sum(own) for own in widths]], dtype=torch.float64, device=device
+        [gamma, [tiny * sum(own) for own in terms]], dtype=torch.float64, device=device
     )
 
 

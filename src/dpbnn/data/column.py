@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from dpbnn.data.faults import Fault
-from dpbnn.data.table import MISSING, Held, TableError, cell, codes, numbers, shown
+from dpbnn.data.table import MISSING, Held, Table, TableError, cell, codes, numbers, shown
 
 _RULES = {
     "numeric": ("refuse", "middle", "indicator"),
     "categorical": ("refuse", "zeros", "category"),
 }
 _THOUSANDS = re.compile(r"[+-]?\d{1,3},\d{3}")  # the comma may be a decimal one
+_LOOK = 128  # rows looked at at once
 _NO_TARGET = "fill it in, or delete the row: training and evaluation need every target"
 
 
@@ -316,3 +317,18 @@ def _overflows(text: str) -> bool | None:
 
 def _flat(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def has_value(column: Column, table: Table) -> bool:
+    """Return whether a column of a table has a value in any row; the search ends with the first."""
+    held = table.column(column.name)
+    own = {category: i for i, category in enumerate(column.categories or ())}
+    for start in range(0, table.n, _LOOK):
+        raw = held[start : start + _LOOK]
+        if column.kind == "numeric":
+            values, unread = numbers(raw, table.missing)
+            if unread is not None or not np.isnan(values).all():
+                return True
+        elif (codes(raw, own, table.missing) != -1).any():
+            return True
+    return False

@@ -20,6 +20,7 @@ from dpbnn.data.standardising import Standardisation
 from dpbnn.data.statistics import private_bounds
 from dpbnn.estimators import recipes, storage
 from dpbnn.estimators.held_out import BETA, TRAINING, HeldOut
+from dpbnn.estimators.persons import UNIT, Persons
 from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, parsed_bounds, validated
 from dpbnn.messages import check_on_bad_rows
 from dpbnn.methods.method import Method
@@ -75,7 +76,7 @@ class PrivateBayes(BaseEstimator):
     ) -> Target:
         """Return the targets, standardised where they are numbers; noise begins at `start`."""
 
-    def fit(self, X: Any, y: Any) -> Self:
+    def fit(self, X: Any, y: Any, *, units: Any = None, unit: str = UNIT) -> Self:
         """Train on a table of numbers.
 
         **Guarantee.** The fitted estimator and all its predictions are (epsilon, delta)
@@ -86,6 +87,8 @@ class PrivateBayes(BaseEstimator):
         Args:
             X: inputs [rows, columns]: data frame, array or tensor.
             y: targets [rows].
+            units: whose row each one is; the guarantee is then for a person with all its rows.
+            unit: what `units` are called in the statement, such as "patient".
         """
         for name in [name for name in vars(self) if name.endswith("_")]:
             delattr(self, name)  # a fit that fails leaves nothing, least of all beside an old one
@@ -93,15 +96,18 @@ class PrivateBayes(BaseEstimator):
         X, y = validated(self, X, y, self._regression, self.on_bad_rows)
         target = self._target(y)
         recipe, method = self._recipe(target.outputs)
+        persons = Persons.of(units, unit, len(X), self.on_bad_rows)
+        recipe = persons.recipe(recipe, self)
         held = self._held_out(recipe)
         parts = held.parts(len(X))
         rows = parts.train if held else slice(None)
         rest, X = X, X[rows]
-        delta = self._delta(len(rest))
+        delta = self._delta(persons.count or len(rest))
         later = held.plans(parts, self.epsilon, delta)
         ledger = self._ledger(delta)
         earlier = ledger.releases
-        statistics, standard, plan = self._plans(X.shape, delta, later, recipe)
+        shape = (persons.count or len(X), X.shape[1])
+        statistics, standard, plan = persons.planned(*self._plans(shape, delta, later, recipe))
         if method is None:
             noise = getattr(target.likelihood, "noise_std", None)
             method = recipe.settings(plan, noise, self._regression, self.learning_rate, self.clip)
@@ -112,7 +118,8 @@ class PrivateBayes(BaseEstimator):
         self.standardisation_: tuple[np.ndarray, np.ndarray] | None = None
         if recipe.standardise:
             scaling, target = self._standardised(
-                scaling, X, target, rows, recipes.noise_start(plan), standard, ledger
+                scaling, X, target, rows, recipes.noise_start(plan), standard, ledger,
+                persons.owners,
             )  # fmt: skip
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         posterior = training.fit(
@@ -122,15 +129,10 @@ class PrivateBayes(BaseEstimator):
             Gaussian(1.0) if self.prior is None else self.prior,
             method,
             plan,
-            ledger=ledger,
-            seed=seed,
-            device=self.device,
-            on_bad_rows=self.on_bad_rows,
-            tuning_runs=self.tuning_runs,
-            progress=self.progress,
-            debug_seed=None if plan.private else seed,
-            beside_paid=True,
-        )
+            ledger=ledger, seed=seed, device=self.device, on_bad_rows=self.on_bad_rows,
+            tuning_runs=self.tuning_runs, progress=self.progress,
+            debug_seed=None if plan.private else seed, beside_paid=True, **persons.arguments(),
+        )  # fmt: skip
         self.temperature_, self.threshold_, statement = held.found(
             self._in_double(posterior) if held else posterior,
             plan,
@@ -358,7 +360,7 @@ class PrivateBayes(BaseEstimator):
         """Return the plans of private bounds, of the standardisation, and of the training.
 
         Args:
-            shape: rows for the training, and columns.
+            shape: rows for the training (or their persons), and columns.
             delta: of all together.
             later: plans of what is spent after the training.
             recipe: of the method.
@@ -413,7 +415,7 @@ class PrivateBayes(BaseEstimator):
             target: of all rows.
             rows: which of them are for the training.
             start: log-variance at which a noise begins.
-            *paid: plan and ledger of the releases.
+            *paid: plan and ledger of the releases, and whose rows they are.
         """
         values, count = scaling(X, np.float32), X.shape[1]
         known = None

@@ -196,7 +196,7 @@ class Groups:
         return Packed(
             None if as_they_are else which,
             torch.from_numpy(np.maximum(units, 0)).to(device),
-            torch.from_numpy(same.astype(np.float64)).to(device),
+            torch.from_numpy(same.astype(np.float32)).to(device),
         )
 
 
