@@ -23,7 +23,17 @@ import windows
 from torch import nn
 
 import dpbnn
-from dpbnn import audit, checkpoint, messages, networks, resume, rows, storage, training
+from dpbnn import (
+    audit,
+    checkpoint,
+    messages,
+    networks,
+    resume,
+    rows,
+    storage,
+    training,
+    units,
+)
 from dpbnn.calibration import release
 from dpbnn.contributions import Contributions, DenseContributions, outer, recorded, sites
 from dpbnn.contributions.attach import Attached
@@ -41,6 +51,8 @@ from dpbnn.methods.sgld import LangevinProcess
 from dpbnn.methods.watch import Watch
 from dpbnn.posteriors import IterateWriter, iterate_file
 from dpbnn.privacy import (
+    accountants,
+    events,
     gate,
     ledger,
     ledger_entries,
@@ -1409,3 +1421,41 @@ def any_ledger_goes_with_private_bounds(patch: Patch) -> None:
 
 def ledgers_from_before_the_payment_will_do(patch: Patch) -> None:
     patch.setattr("dpbnn.privacy.ledger.Ledger.holds", lambda self, head: True)
+
+
+# 57: persons
+
+
+def records_of_a_person_are_clipped_alone(patch: Patch) -> None:
+    def weights(original, self, chunk, units=None):
+        return original(self, chunk)
+
+    around(patch, Gate, "_weights", weights)
+
+
+def cross_terms_are_left_out(patch: Patch) -> None:
+    def squares(self, groups):
+        return {name: groups.sums(own) for name, own in self.squared_norms().items()}
+
+    patch.setattr(NetworkContributions, "unit_squares", squares)
+
+
+def microbatches_split_persons(patch: Patch) -> None:
+    patch.setattr(ChunkedContributions, "unit_chunks", lambda self, units: self.chunks())
+
+
+def records_are_drawn_and_not_persons(patch: Patch) -> None:
+    def batch(original, self, drawn):
+        records, whose = original(self, drawn)
+        return records[::2], whose[::2]
+
+    around(patch, units.Units, "batch", batch)
+
+
+def the_statement_forgets_the_unit(patch: Patch) -> None:
+    patch.setattr(Sampler, "parameters", ())
+
+
+def units_may_be_mixed(patch: Patch) -> None:
+    for module in (events, accountants, ledger, statement, training):
+        patch.setattr(module, "check_one_unit", lambda events: None)

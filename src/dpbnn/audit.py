@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpbnn.likelihoods import Categorical, Likelihood
+from dpbnn.likelihoods import Likelihood
 from dpbnn.methods.method import Method
+from dpbnn.neighbours import owned, parts_of, removed, without
 from dpbnn.posteriors import Posterior
 from dpbnn.priors import Prior
 from dpbnn.privacy import noise
@@ -38,6 +39,7 @@ from dpbnn.privacy.module_state import described, differing
 from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.sampling import Sampler
 from dpbnn.training import fit
+from dpbnn.units import numbered
 
 _STEPS = 4
 _TOLERANCE = 1e-5
@@ -92,6 +94,7 @@ def replay(
     likelihood: str | Likelihood = "categorical",
     prior: Prior | None = None,
     plan: Plan | None = None,
+    units: Any = None,
     seed: int = 0,
     trace: bool = True,
 ) -> Replay:
@@ -125,6 +128,8 @@ def replay(
         likelihood: of a method; see `fit`.
         prior: of a method; see `fit`.
         plan: of a method; four releases of all records by default.
+        units: of a method; whose record each one is, see `fit`. All records of the person whose
+            record `neighbour` is are zeroed out or removed.
         seed: of the random numbers that are no noise.
         trace: compare the calls.
 
@@ -157,24 +162,29 @@ def replay(
             f"model=dpbnn.mlp(2, (4,), 3)"
         )
     method, network = method_or_function, model
-    n = len(_parts(data)[0])
+    record = neighbour if isinstance(neighbour, int) and not isinstance(neighbour, bool) else None
+    n = len(parts_of(data, record)[0]) if units is None else int(numbered(units)[0].max()) + 1
     chosen = plan or plans.plan(
         noise_multiplier=1.0, delta=1e-5, n=n, sampling="full-batch", steps=_STEPS
     )
 
-    def trained(rows: Any) -> dict[str, Any]:
+    def trained(given: tuple[Any, Any]) -> dict[str, Any]:
         posterior = fit(
-            network, rows, likelihood, prior, method, chosen, seed=seed, on_bad_rows="zero",
-            progress=False,
+            network, given[0], likelihood, prior, method, chosen, seed=seed, on_bad_rows="zero",
+            progress=False, units=given[1],
         )  # fmt: skip
         return _public(posterior)
 
-    if isinstance(neighbour, int) and not isinstance(neighbour, bool):
-        if chosen.relation.public_size:
-            neighbour = _without(data, neighbour, likelihood)
-        else:
-            data, neighbour = _removed(data, neighbour)
-    return _replayed(trained, data, neighbour, seed, trace)
+    if record is None:
+        return _replayed(trained, (data, units), (neighbour, units), seed, trace)
+    own = owned(units, record)
+    if not chosen.relation.public_size:
+        return _replayed(trained, *removed(data, own, units), seed, trace)
+    rest = without(data, own, likelihood)
+    if rest is None:  # the gate itself leaves the record out, or the unit, by its number
+        masked = record if units is None else int(numbered(units)[0][record])
+        return _replayed(trained, (data, units), masked, seed, trace)
+    return _replayed(trained, (data, units), (rest, units), seed, trace)
 
 
 def _replayed(
@@ -398,35 +408,6 @@ def _compare(first: Any, second: Any) -> list[str]:
         else f"{path} appears in only one of the two runs"
         for path in differing(one, two)
     ]
-
-
-def _parts(data: Any, record: int | None = None) -> list[Tensor]:
-    """Return the tensors that the data is made of, which have this record."""
-    parts = data if isinstance(data, tuple | list) else (data,)
-    parts = [torch.as_tensor(part) for part in parts if part is not None]
-    if record is not None and not 0 <= record < len(parts[0]):
-        raise ValueError(f"neighbour={record}: the data has records 0 to {len(parts[0]) - 1}")
-    return parts
-
-
-def _without(data: Any, record: int, likelihood: str | Likelihood) -> Any:
-    """Return the data with a record that `fit` takes for a bad one, or else the record."""
-    parts = _parts(data, record)
-    real = [index for index, part in enumerate(parts) if part.is_floating_point()]
-    if not real and not isinstance(likelihood, str | Categorical):
-        return record
-    index = next(iter(real), -1)
-    parts[index] = parts[index].clone()
-    parts[index][record] = math.nan if real else -1
-    return tuple(parts) if len(parts) > 1 else parts[0]
-
-
-def _removed(data: Any, record: int) -> tuple[Any, Any]:
-    """Return the data with a record moved to its end, and without it."""
-    parts = _parts(data, record)
-    moved = [torch.cat([p[:record], p[record + 1 :], p[record : record + 1]]) for p in parts]
-    whole, rest = tuple(moved), tuple(part[:-1] for part in moved)
-    return (whole, rest) if len(parts) > 1 else (whole[0], rest[0])
 
 
 def _public(posterior: Posterior) -> dict[str, Any]:

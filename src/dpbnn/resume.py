@@ -195,7 +195,7 @@ class Run(ABC):
                 network=self.problem.model,
                 likelihood=self.watch.likelihood,
                 prior=self.problem.prior,
-                data=(self.x, self.y, self.rows.kept),
+                data=(self.x, self.y, self.rows.kept, self.rows.units),
                 seed=self.seed,
                 microbatch_size=self.problem.microbatch_size,
                 device=self.x.device.type,
@@ -244,7 +244,7 @@ class Run(ABC):
             self.plan.steps - self.step,
             start=self.step,
             key=self.keys.sampling,
-            records=len(self.x),
+            records=self.rows.drawn,
         )
 
     def reserve(self) -> float:

@@ -23,6 +23,7 @@ from dpbnn.messages import (
     unquoted,
 )
 from dpbnn.privacy.checks import first_line
+from dpbnn.units import Units
 
 __all__ = ["Rows", "checked_rows"]
 
@@ -42,11 +43,27 @@ class Rows:
         y: targets, likewise.
         kept: false for rows that contribute nothing, under on_bad_rows="zero"; None where every
             row counts. Their inputs and targets are public stand-ins.
+        units: whose records they are, where a batch takes all records of a person or none.
     """
 
     x: Tensor
     y: Tensor
     kept: Tensor | None = None
+    units: Units | None = None
+
+    @property
+    def drawn(self) -> int:
+        """Number of what batches are drawn from: records, or units."""
+        return len(self.x) if self.units is None else len(self.units)
+
+    def by_unit(self, units: Units) -> Rows:
+        """Return the same rows as records of units."""
+        if len(units.order) != len(self.x):
+            raise ValueError("units: give one label for each record of the data")
+        kept = self.kept
+        if units.kept is not None:
+            kept = units.kept.to(self.x.device) & (True if kept is None else kept)
+        return Rows(self.x, self.y, kept, units)
 
 
 def checked_rows(

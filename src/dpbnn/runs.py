@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dpbnn import report as reports
-from dpbnn.data.schema import Schema
 from dpbnn.data.frames import as_table
+from dpbnn.data.schema import Schema
 from dpbnn.estimators import frames, pages
 from dpbnn.estimators.estimator import PrivateBayes
 from dpbnn.estimators.storage import opened, settings_of

@@ -28,13 +28,22 @@ from dpbnn.posteriors import Posterior
 from dpbnn.posteriors.evaluate import unfused_attention
 from dpbnn.priors import Gaussian, Prior
 from dpbnn.privacy.bayesian import BayesianAccountant, given_observers
-from dpbnn.privacy.checks import check_count, check_one_process, first_line, quoted
+from dpbnn.privacy.checks import (
+    check_count,
+    check_one_process,
+    checked_unit,
+    first_line,
+    quoted,
+)
+from dpbnn.privacy.events import check_one_unit
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.statement import PrivacyStatement
+from dpbnn.privacy.units import by_unit as counted_by
 from dpbnn.resume import FAILED, Run
 from dpbnn.rows import checked_rows
 from dpbnn.threads import threads_for
+from dpbnn.units import Units
 
 
 def fit(
@@ -53,6 +62,9 @@ def fit(
     device: str | torch.device | None = None,
     microbatch_size: int | None = None,
     on_bad_rows: str = "error",
+    units: Any = None,
+    unit: str = "person",
+    max_records: int | None = None,
     tuning_runs: int | None = None,
     progress: bool | None = None,
     debug_seed: int | None = None,
@@ -92,6 +104,12 @@ def fit(
             or that the network or likelihood raises on, and says how many there are; "show" does
             the same and names rows and what was raised, which quotes private data; "zero" lets
             them contribute nothing.
+        units: whose record each one is, such as a column of patient ids: one label for each record.
+            All records of a person are then sampled together and clipped together, and the
+            guarantee is for a person; plan.n counts persons. Labels are private.
+        unit: what `units` are called in the statement, such as "patient".
+        max_records: public number of records of a person that count; the rest are bad rows. Large
+            runs are faster with it.
         tuning_runs: how many other runs on this data chose the settings, for the statement.
         progress: show a progress bar; by default on a terminal.
         debug_seed: seeds noise and sampling; the statement then says "debug: not private".
@@ -109,6 +127,14 @@ def fit(
         )
     check_kinds(model=model, method=method, plan=plan, prior=prior, device=device, ledger=ledger)
     check_count(checkpoint_every=checkpoint_every, microbatch_size=microbatch_size)
+    check_count(max_records=max_records)
+    if units is not None:
+        method.check_units()
+        plan = counted_by(plan, checked_unit(unit) or "person")
+        check_one_unit(plan.events)
+    elif plan.sampler.unit:
+        raise ValueError(f"units: missing, and the plan counts {plan.sampler.unit}s; say whose "
+                         f"record each one is")  # fmt: skip
     check_count(0, tuning_runs=tuning_runs)
     prior = Gaussian(1.0) if prior is None else prior
     likely = likelihoods.likelihood(likelihood) if isinstance(likelihood, str) else likelihood
@@ -133,7 +159,15 @@ def fit(
         watch = Watch(network, likely)
         place = next(network.parameters()).device
         size = plan.n if plan.relation.public_size else None
+        if units is not None:
+            owners = Units.of(
+                units, size, unit=settled.sampler.unit, most=max_records, on_bad_rows=on_bad_rows
+            )
+            owners.check(data)
+            size = None if size is None else len(owners.order)
         rows = checked_rows(data, network, likely, size, place, on_bad_rows)
+        if units is not None:
+            rows = rows.by_unit(owners)
         watch.check()
         problem = Problem(
             network, watch.likelihood, prior, settled.n, settled.batch_size, settled.steps,
@@ -259,7 +293,8 @@ class _Run(Run):
         """Return the step as CUDA graphs, where the run is on a GPU and nothing is in the way."""
         limit, public = self.problem.microbatch_size, self.plan.relation.public_size
         fits = CapturedStep.fits(self.state, self.like)
-        if self.observers or limit is not None or not (public and fits):
+        single = self.rows.units is None
+        if self.observers or limit is not None or not (public and fits and single):
             return None
         foreign = own_code(self.process.model, self.problem.likelihood)
         if foreign is not None:
@@ -308,14 +343,22 @@ class _Run(Run):
         sigma = self.reserve()
         if self.captured is not None:
             self.watch.updated()  # replayed steps have moved the parameters
-        records = batch.to(self.x.device)
+        drawn, whose, owners = batch, batch, self.rows.units
+        by_unit: dict[str, Any] = {}
+        if owners is not None:
+            drawn, whose = owners.batch(batch)
+            most = owners.most_rows(self.plan.sampler.most(self.step))
+            by_unit = {"units": whose, "most_rows": most}
+        records = drawn.to(self.x.device)
         kept = self.rows.kept
         with self._drawing():
             state = self.process.draw(self.state)
             with unquoted(*FAILED, let=(UnsupportedModel,)):
                 contributions = self.process.contribute(state, self.x[records], self.y[records])
             keep = None if kept is None else kept[records]
-            release = self.gate(contributions, noise_multiplier=sigma, keep=keep, records=batch)
+            release = self.gate(
+                contributions, noise_multiplier=sigma, keep=keep, records=whose, **by_unit
+            )
             self.watch.contributed()
         self.state = self.process.update(state, release)
         self.watch.updated()

@@ -57,6 +57,11 @@ class Budget:
         """
         before = None if before is None else statement_of(before)
         relation = None if before is None else before.relation
+        if before is not None and before.private and before.unit_name != "record":
+            raise ValueError(
+                f"the posterior protects {before.unit}, and this release would protect one record "
+                f"only; leave it out"
+            )
         ledger = Ledger(relation=relation) if ledger is None else ledger
         if relation is not None and ledger.relation is not relation:
             raise ValueError(

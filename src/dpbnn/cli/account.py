@@ -112,7 +112,7 @@ def plan_table(plan: Plan) -> Table:
     table.add_row("steps", str(plan.steps), f"{plan.epochs:.4g} passes over n = {plan.n}")
     table.add_row("sampling", plan.sampling, f"rate {plan.sample_rate:.4g}, expected batch "
                   f"{plan.batch_size:g}")  # fmt: skip
-    table.add_row("relation", str(plan.relation), plan.relation.description)
+    table.add_row("relation", str(plan.relation), plan.relation.describe())
     signal = plan.noise_multiplier / plan.batch_size
     table.add_row("noise / signal", f"{signal:.3g}", "per coordinate and step: noise std over the "
                   "largest clipped sum")  # fmt: skip

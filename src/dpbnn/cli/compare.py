@@ -61,6 +61,8 @@ def compare_command(
         raise ValueError(f"{out}: its parent is not a folder; make that one first")
     with speaker.warnings():
         schema, table_rows = read_training_table(table, options, private=True, ledger=ledger)
+        if schema.unit:
+            raise ValueError("unit: compare is for records; fit persons one by one, by 'dpbnn fit'")
         x, _ = schema.encode(table_rows, target=True, on_bad_rows=options["on_bad_rows"])
         tested = read(test, options)
         inputs, _ = schema.encode(tested, target=True, on_bad_rows=options["on_bad_rows"])

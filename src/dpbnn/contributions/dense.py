@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -16,6 +17,7 @@ from dpbnn.contributions.rounding import (
     squares,
     summed_rows,
 )
+from dpbnn.privacy.units import Groups
 
 Weights = Tensor | Mapping[str, Tensor]
 """One weight per example, or per released name one weight per example."""
@@ -73,12 +75,26 @@ class Contributions(ABC):
         """Return |c_i| over all released names, never below the truth (float64, [batch])."""
         return torch.stack(list(self.squared_norms().values())).sum(0).sqrt()
 
+    def unit_squares(self, groups: Groups) -> dict[str, Tensor]:
+        """Return |sum_i c_i|^2 over the rows of each unit, per released name; never below it.
+
+        Rows that are not used or not finite are left out (float64, [units]).
+        """
+        raise UnsupportedModel(
+            f"units: {type(self).__name__} has no norms of several records together; use dense or "
+            f"network contributions"
+        )
+
     def gram(self) -> Tensor:
         """Return the inner products <c_i, c_j> (float64, [batch, batch])."""
         return self.inner(self)
 
     def chunks(self) -> Iterator[Contributions]:
         """Yield contributions whose examples, in order, make up this batch."""
+        yield self
+
+    def unit_chunks(self, units: Tensor) -> Iterator[Contributions]:
+        """Yield the same, cut between units alone; `units` has a number for every row."""
         yield self
 
     def per_name(self, w: Weights) -> dict[str, Tensor]:
@@ -133,6 +149,16 @@ class ChunkedContributions(Contributions):
             chunk = self.part(first, min(first + self.size, self.batch_size))
             chunk.summed_in = self.summed_in
             yield chunk
+
+    def unit_chunks(self, units: Tensor) -> Iterator[Contributions]:
+        """Yield chunks of whole units; one that has more rows than a chunk may is a chunk alone."""
+        first = 0
+        ends = [*(units.diff() != 0).nonzero()[:, 0].add(1).tolist(), self.batch_size]
+        for end, following in zip(ends, [*ends[1:], math.inf], strict=True):
+            if following - first > self.size:
+                chunk = self.part(first, end)
+                chunk.summed_in, first = self.summed_in, end
+                yield chunk
 
     def squared_norms(self) -> dict[str, Tensor]:
         """Return |c_i|^2 per released name, never below the truth (float64, [batch])."""
@@ -200,6 +226,13 @@ class DenseContributions(Contributions):
     def squared_norms(self) -> dict[str, Tensor]:
         """Return |c_i|^2 per released name, never below the truth (float64, [batch])."""
         return dict(self._squares)
+
+    def unit_squares(self, groups: Groups) -> dict[str, Tensor]:
+        """Return |sum_i c_i|^2 over the rows of each unit, summed in float64."""
+        return {
+            name: squares(groups.sums(values.double())) * INFLATION**2
+            for name, values in self._flat.items()
+        }
 
     def weighted_sum(self, w: Weights) -> dict[str, Tensor]:
         """Return sum_i w_i c_i per released name, in float64."""

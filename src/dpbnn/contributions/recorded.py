@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from dpbnn.contributions.dense import Contributions, Draws, Weights
+from dpbnn.contributions.joined import unit_squares
 from dpbnn.contributions.rounding import INFLATION, Bad, full_precision, not_finite, without
 from dpbnn.contributions.sites import Direct, Site, merge
+from dpbnn.privacy.units import Groups
 
 
 class NetworkContributions(Contributions):
@@ -75,6 +77,16 @@ class NetworkContributions(Contributions):
         """Return |c_i| over all released names, never below the truth (float64, [batch])."""
         self._norms()
         return self._total.sqrt()
+
+    def unit_squares(self, groups: Groups) -> dict[str, Tensor]:
+        """Return |sum_i c_i|^2 over the rows of each unit, per released name; never below it."""
+        stacked, bad = self._norms()
+        own = dict(zip(self.shapes, stacked / INFLATION**2, strict=True))
+        with full_precision(self.device):
+            raw = unit_squares(self._sites, groups.without(bad), own)
+        none = torch.zeros(groups.count, dtype=torch.float64, device=self.device)
+        whole = torch.stack([raw.get(name, none) for name in self.shapes]).mul_(INFLATION**2)
+        return dict(zip(self.shapes, whole.unbind(), strict=True))
 
     def weighted_sum(self, w: Weights) -> dict[str, Tensor]:
         """Return sum_i w_i c_i per released name, in float32 or better."""

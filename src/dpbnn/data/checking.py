@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from dpbnn.data.column import Column
+from dpbnn.data.column import Column, all_missing
 from dpbnn.data.faults import bad_rows
-from dpbnn.data.schema import Schema, all_missing, column_of_values, target_of_values
+from dpbnn.data.schema import Schema, column_of_values, target_of_values
 from dpbnn.data.table import Table, TableError
 
 _ROWS = 100_000  # checked at once

@@ -17,7 +17,7 @@ import numpy as np
 
 from dpbnn.data import dates
 from dpbnn.data.faults import Fault
-from dpbnn.data.table import MISSING, Held, TableError, cell, codes, days, numbers, shown
+from dpbnn.data.table import MISSING, Held, Table, TableError, cell, codes, days, numbers, shown
 
 _RULES = {
     "numeric": ("refuse", "middle", "indicator"),
@@ -25,6 +25,7 @@ _RULES = {
 }
 _THOUSANDS = re.compile(r"[+-]?\d{1,3},\d{3}")  # the comma may be a decimal one
 DATE = re.compile(r"\d{4}-\d\d?-\d\d?(?:[T ]\d|$)|\d{4}/\d\d?/\d\d?$|\d\d?[./-]\d\d?[./-]\d{4}$")
+_LOOK = 128  # rows looked at at once
 _NO_TARGET = "fill it in, or delete the row: training and evaluation need every target"
 
 
@@ -343,3 +344,18 @@ def _overflows(text: str) -> bool | None:
 
 def _flat(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def all_missing(column: Column, table: Table) -> bool:
+    """Return whether a column has no value in any row."""
+    for start in range(0, table.n, _LOOK):
+        raw = table.column(column.name, slice(start, start + _LOOK))
+        if column.kind == "numeric":
+            values, unread = numbers(raw, table.missing)
+            present = not np.isnan(values).all() or unread is not None
+        else:
+            own = {category: i for i, category in enumerate(column.categories or ())}
+            present = bool((codes(raw, own, table.missing) != -1).any())
+        if present:
+            return False
+    return True

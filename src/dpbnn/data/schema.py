@@ -17,20 +17,20 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from dpbnn.data.column import Column, cut
+from dpbnn.data.column import Column, all_missing, cut
 from dpbnn.data.draft import drafted, one_line
 from dpbnn.data.faults import Fault, Faults, bad_rows
 from dpbnn.data.frames import as_table
 from dpbnn.data.learned import distinct, learned_column
 from dpbnn.data.paid import PaidBounds
-from dpbnn.data.table import Table, TableError, TableWarning, codes, numbers
+from dpbnn.data.table import Table, TableError, TableWarning
 from dpbnn.messages import check_on_bad_rows
 
 _CHUNK = 4_000_000  # numbers encoded at once
 _LOOK = 128  # rows checked at once; a check ends as soon as it can
 _COLUMN_KEYS = ("kind", "bounds", "categories", "missing", "other", "log")
 _TARGET_KEYS = ("name", "classes", "bounds", "cuts")
-_KEYS = ("task", "public", "target", "columns", "ignore", "private_bounds")
+_KEYS = ("task", "public", "target", "columns", "ignore", "unit", "private_bounds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,8 @@ class Schema:
         task: "classification" or "regression"; follows from the target if left out.
         ignore: columns of the table that are left out on purpose.
         public: False where bounds and categories were learned from the data.
+        unit: column that says whose record each one is, such as "patient_id". It is no input; the
+            guarantee of a fit is then for a person with all its records. "" for a record.
         private_bounds: which bounds were learned privately, and the ledger that paid for them.
     """
 
@@ -54,6 +56,7 @@ class Schema:
     task: str = ""
     ignore: tuple[str, ...] = ()
     public: bool = True
+    unit: str = ""
     private_bounds: PaidBounds | None = None
 
     def __post_init__(self) -> None:
@@ -62,12 +65,12 @@ class Schema:
         if not self.task:
             regression = self.target.categories is None
             object.__setattr__(self, "task", "regression" if regression else "classification")
-        names = [*(column.name for column in self.columns), *self.ignore, self.target.name]
+        names = [*(column.name for column in self.columns), *self._unused, self.target.name]
         for name, count in Counter(names).items():
             if count > 1:
                 raise TableError(
-                    f"schema, column {name!r}: is there twice among columns, target and ignore; "
-                    f"name it once"
+                    f"schema, column {name!r}: is there twice among columns, target, unit and "
+                    f"ignore; name it once"
                 )
         if not self.columns:
             raise TableError("schema: has no columns; declare at least one under [columns.NAME]")
@@ -106,6 +109,7 @@ class Schema:
             task=values.get("task", ""),
             ignore=tuple(values.get("ignore", ())),
             public=bool(values.get("public", True)),
+            unit=values.get("unit", ""),
             private_bounds=None if paid is None else PaidBounds.from_dict(paid),
         )
 
@@ -118,10 +122,9 @@ class Schema:
             if getattr(self.target, key) is not None:
                 target[key] = list(getattr(self.target, key))
         own: dict[str, Any] = {"task": self.task}
-        if not self.public:
-            own["public"] = False
-        if self.ignore:
-            own["ignore"] = list(self.ignore)
+        own |= {} if self.public else {"public": False}
+        own |= {"ignore": list(self.ignore)} if self.ignore else {}
+        own |= {"unit": self.unit} if self.unit else {}
         columns = {column.name: _values(column) for column in self.columns}
         paid = self.private_bounds
         last = {} if paid is None else {"private_bounds": paid.to_dict()}
@@ -170,6 +173,17 @@ class Schema:
         return cls(
             columns, dataclasses.replace(aim, missing="refuse", other=False), task, (), False
         )
+
+    @property
+    def _unused(self) -> tuple[str, ...]:
+        return (*self.ignore, *([self.unit] if self.unit else ()))
+
+    def units(self, table: Any) -> np.ndarray | None:
+        """Return whose record each one is, by the column `unit`; None where there is none."""
+        table = as_table(table)
+        if self.unit and self.unit not in table:
+            raise TableError(f"{table.source}: the unit {self.unit!r} of the schema is absent")
+        return table[self.unit] if self.unit else None
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -240,7 +254,7 @@ class Schema:
 
     def ignored(self, table: Any) -> tuple[str, ...]:
         """Return the columns of a table that are not in the schema."""
-        known = {self.target.name, *self.ignore, *(column.name for column in self.columns)}
+        known = {self.target.name, *self._unused, *(column.name for column in self.columns)}
         return tuple(name for name in as_table(table).names if name not in known)
 
     def check(self, table: Any, *, on_bad_rows: str = "error") -> None:
@@ -358,21 +372,6 @@ class Schema:
             f"{table.source}: target {self.target.name!r} has one class in every row; training "
             f"needs rows of 2 classes or more"
         )
-
-
-def all_missing(column: Column, table: Table) -> bool:
-    """Return whether a column has no value in any row."""
-    for start in range(0, table.n, _LOOK):
-        raw = table.column(column.name, slice(start, start + _LOOK))
-        if column.kind == "numeric":
-            values, unread = numbers(raw, table.missing)
-            present = not np.isnan(values).all() or unread is not None
-        else:
-            own = {category: i for i, category in enumerate(column.categories or ())}
-            present = bool((codes(raw, own, table.missing) != -1).any())
-        if present:
-            return False
-    return True
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.relation import check_same
 from dpbnn.privacy.sampling import FullBatch
+from dpbnn.units import Units
 
 __all__ = ["Standardisation", "noise_of_means", "private_standardisation"]
 
@@ -74,6 +75,7 @@ def private_standardisation(
     plan: Plan,
     ledger: Ledger | None = None,
     keep: Tensor | None = None,
+    owners: Units | None = None,
     noise: NoiseSource | None = None,
     label: str = "private standardisation",
 ) -> Standardisation:
@@ -98,11 +100,13 @@ def private_standardisation(
         plan: of two full-batch releases; it says n, which under add/remove is not that of values.
         ledger: where the releases are recorded; one in memory by default.
         keep: false for records that add nothing.
+        owners: whose records they are. A person then adds the mean of all its records, and the
+            plan's n counts persons.
         noise: the source of noise; a new one from operating-system entropy by default.
         label: what the releases are for, in the ledger and the statement.
     """
-    records, columns = values.shape
-    n = plan.n
+    columns, n = values.shape[1], plan.n
+    records = len(values) if owners is None else len(owners)
     if plan.relation.public_size and records != n:
         raise ValueError(f"plan: is for n={n} and there are {records} records; state n={records}")
     if (plan.steps, plan.sampling) != (RELEASES, "full-batch"):
@@ -116,22 +120,29 @@ def private_standardisation(
     sigma = plan.noise_multiplier
     book = Ledger(relation=plan.relation) if ledger is None else ledger
     check_same(plan.relation, book.relation)
-    gate = Gate(float(np.linalg.norm(w)), sigma, FullBatch(n), book, noise=noise, label=label)
+    draw = FullBatch(n, unit=plan.sampler.unit)
+    gate = Gate(float(np.linalg.norm(w)), sigma, draw, book, noise=noise, label=label)
+    options: dict[str, Any] = {"keep": keep, "records": torch.arange(records)}
+    if owners is not None:
+        options = {"units": torch.arange(records), "records": torch.arange(records)}
 
     def mean(centre: np.ndarray | None) -> np.ndarray:
         """Return the released mean of the values, or of their distances from a centre."""
 
         def part(first: int, last: int) -> DenseContributions:
-            block = np.array(values[first:last], dtype=np.float64)
+            whole = slice(first, last) if owners is None else owners.records(first, last)
+            block = np.array(values[whole], dtype=np.float64)
             np.clip(block, -1.0, 1.0, out=block)
             if centre is not None:
                 block = np.minimum(np.abs(block - centre), 1.0)
+            if owners is not None:
+                block = owners.means(first, last, block, keep)
             return DenseContributions({"sums": torch.from_numpy(block * w)})
 
         device = torch.device("cpu")
         shapes = {"sums": torch.Size([columns])}
         rows = ChunkedContributions(part, records, _ROWS, shapes, device, torch.float64)
-        return gate(rows, keep=keep, records=torch.arange(records))["sums"].numpy() / (n * w)
+        return gate(rows, **options)["sums"].numpy() / (n * w)
 
     tau = noise_of_means(n, sigma, w)
     centre = np.clip(mean(None) * _PRIOR**2 / (_PRIOR**2 + tau**2), -1.0, 1.0)

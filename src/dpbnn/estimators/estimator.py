@@ -20,6 +20,7 @@ from dpbnn.data.standardising import Standardisation
 from dpbnn.estimators import fitting, frames, pages, recipes, storage
 from dpbnn.estimators.fitting import Target
 from dpbnn.estimators.held_out import BETA, TRAINING, HeldOut
+from dpbnn.estimators.persons import UNIT
 from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, refuse, validated
 from dpbnn.messages import check_on_bad_rows
 from dpbnn.methods.method import Method
@@ -79,6 +80,8 @@ class PrivateBayes(BaseEstimator):
         X: Any,
         y: Any = None,
         *,
+        units: Any = None,
+        unit: str = UNIT,
         out: str | os.PathLike[str] | None = None,
         resume: bool = False,
         overwrite: bool = False,
@@ -96,6 +99,9 @@ class PrivateBayes(BaseEstimator):
                 polars frame, an Arrow table, a mapping of columns or the path of a file, whose
                 columns are found by name.
             y: targets [rows]; with a schema they may be a column of X.
+            units: whose row each one is; the guarantee is then for a person with all its rows. A
+                schema names a column for it.
+            unit: what `units` are called in the statement, such as "patient".
             out: folder for a run: its ledger, checkpoints while it trains, and in the end all that
                 `dpbnn.load_run` and the command line need.
             resume: go on with an interrupted fit in `out`, with the same settings and table.
@@ -103,7 +109,9 @@ class PrivateBayes(BaseEstimator):
             **given: nothing else is taken; `sample_weight` is refused with the reason.
         """
         refuse(given)
-        return fitting.train(self, X, y, out=out, resume=resume, overwrite=overwrite)
+        return fitting.train(
+            self, X, y, units=units, unit=unit, out=out, resume=resume, overwrite=overwrite
+        )
 
     def planned(self, rows: int, columns: int, classes: int | None = None) -> Plan:
         """Return the plan of a fit, with all that is paid beside the training.

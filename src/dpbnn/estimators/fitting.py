@@ -22,6 +22,7 @@ from dpbnn.data.standardising import Standardisation
 from dpbnn.data.statistics import private_bounds
 from dpbnn.estimators import recipes
 from dpbnn.estimators.held_out import HeldOut, Parts
+from dpbnn.estimators.persons import UNIT, Persons
 from dpbnn.estimators.scaling import Scaling, parsed_bounds
 from dpbnn.estimators.workspace import Workspace, new_run
 from dpbnn.posteriors import Posterior
@@ -63,6 +64,8 @@ def train(
     X: Any,
     y: Any = None,
     *,
+    units: Any = None,
+    unit: str = UNIT,
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -74,6 +77,8 @@ def train(
         estimator: is given its fitted attributes.
         X: as in `fit` of the estimators.
         y: likewise.
+        units: likewise.
+        unit: likewise.
         out: likewise.
         resume: likewise.
         overwrite: likewise.
@@ -86,7 +91,7 @@ def train(
         if resume or overwrite:
             raise ValueError("resume and overwrite: go with out=, the folder of the run")
         x, target, _ = estimator._table(X, y)
-        _Fit(estimator, x, target, None).run({})
+        _Fit(estimator, x, target, Persons.of_fit(estimator, X, units, unit), None).run({})
         return estimator
     if isinstance(estimator.ledger, Ledger) and estimator.ledger.path is None:
         raise ValueError(
@@ -97,8 +102,10 @@ def train(
     ledger = None if given is None else Path(given)
     with new_run(Path(out), overwrite=overwrite, ledger=ledger, resume=resume) as place:
         x, target, known = estimator._table(X, y)
-        place.bind(estimator, (x if estimator.schema_ else np.asarray(x, np.float64), known))
-        _Fit(estimator, x, target, place).run(settings or {})
+        persons = Persons.of_fit(estimator, X, units, unit)
+        table = (x if estimator.schema_ else np.asarray(x, np.float64), known)
+        place.bind(estimator, table, persons.owners)
+        _Fit(estimator, x, target, persons, place).run(settings or {})
     return estimator
 
 
@@ -131,7 +138,7 @@ def _plans(
 
     Args:
         estimator: its settings.
-        shape: rows for the training, and columns.
+        shape: rows for the training (or their persons), and columns.
         delta: of all together.
         later: plans of what is spent after the training.
         recipe: of the method.
@@ -160,23 +167,33 @@ class _Fit:
         estimator: is given its fitted attributes.
         x: inputs of all rows.
         target: of all rows.
+        persons: whose rows they are.
         place: the run folder, which knows what an interrupted fit has released; None without.
     """
 
     def __init__(
-        self, estimator: PrivateBayes, x: np.ndarray, target: Target, place: Workspace | None
+        self,
+        estimator: PrivateBayes,
+        x: np.ndarray,
+        target: Target,
+        persons: Persons,
+        place: Workspace | None,
     ) -> None:
         self.estimator, self.all, self.target, self.place = estimator, x, target, place
-        self.recipe, method = estimator._recipe(target.outputs)
+        self.persons = persons
+        known, method = estimator._recipe(target.outputs)
+        self.recipe = persons.recipe(known, estimator)
         self.held: HeldOut = estimator._held_out(self.recipe)
         self.parts: Parts = self.held.parts(len(x))
         self.rows: Any = self.parts.train if self.held else slice(None)
         self.x = x[self.rows]
-        self.delta = estimator._delta(len(x))
+        self.delta = estimator._delta(persons.count or len(x))
         self.later = self.held.plans(self.parts, estimator.epsilon, self.delta)
         own = place is not None and place.own
         self.ledger = place.book(self.delta) if own else estimator._ledger(self.delta)  # type: ignore[union-attr]
-        plans = _plans(estimator, self.x.shape, self.delta, self.later, self.recipe)
+        shape = (persons.count or len(self.x), self.x.shape[1])
+        plans = _plans(estimator, shape, self.delta, self.later, self.recipe)
+        plans = _Plans(*persons.planned(plans.bounds, plans.standard, plans.training))
         self.plans, self.plan = plans, plans.training
         self.method = method
         if method is None:
@@ -263,8 +280,9 @@ class _Fit:
         if "standard" not in self.released:
             weights = recipes.weights(count, estimator._regression)
             found = recipes.standardisation(
-                values, weights, estimator.epsilon, self.plans.standard, self.ledger, known
-            )
+                values, weights, estimator.epsilon, self.plans.standard, self.ledger,
+                self.persons.owners, known,
+            )  # fmt: skip
             self._keep(standard=(found.centre, found.spread))
         else:
             found = Standardisation(*self.released["standard"])
@@ -301,6 +319,7 @@ class _Fit:
             progress=estimator.progress,
             debug_seed=None if self.plan.private else self.seed,
             beside_paid=True,
+            **self.persons.arguments(),
         )
         if place is not None:
             with _unbroken():

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from dpbnn.data.schema import Schema
 from dpbnn.data.frames import as_table
+from dpbnn.data.schema import Schema
 from dpbnn.data.table import Table, TableError, cell
 from dpbnn.privacy.checks import quoted
 

@@ -14,8 +14,8 @@ import numpy as np
 from dpbnn import report
 from dpbnn.data.column import Column
 from dpbnn.data.dates import text_of
-from dpbnn.data.schema import Schema
 from dpbnn.data.frames import as_table
+from dpbnn.data.schema import Schema
 from dpbnn.data.table import Table
 from dpbnn.estimators import frames
 from dpbnn.estimators.bands import band_along

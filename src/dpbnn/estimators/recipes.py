@@ -34,6 +34,7 @@ from dpbnn.networks import mlp
 from dpbnn.priors import Gaussian
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan, open_plan, plan
+from dpbnn.units import Units
 
 __all__ = ["METHODS", "Recipe", "default_delta"]
 
@@ -287,6 +288,7 @@ def standardisation(
     epsilon: float | None,
     plan: Plan | None,
     ledger: Ledger,
+    owners: Units | None,
     keep: torch.Tensor | None,
 ) -> Standardisation:
     """Return the standardisation of columns in [-1, 1].
@@ -297,13 +299,16 @@ def standardisation(
         epsilon: None learns it from the values, WITHOUT privacy.
         plan: from `standardising_plan`; None takes the one that looks at no data.
         ledger: where the releases are recorded.
+        owners: whose rows they are, where the plan counts persons.
         keep: false for rows that add nothing.
     """
     if epsilon is None:
         return Standardisation.learned(values)
     if plan is None:
         return Standardisation.public(values.shape[1])
-    return private_standardisation(values, weights, plan=plan, ledger=ledger, keep=keep)
+    return private_standardisation(
+        values, weights, plan=plan, ledger=ledger, keep=keep, owners=owners
+    )
 
 
 def is_chain(name: str) -> bool:

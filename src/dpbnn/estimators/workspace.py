@@ -32,6 +32,7 @@ from dpbnn.estimators.storage import (
 )
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.storage import MANIFEST, plain, replace_file, restored, sync_tree
+from dpbnn.units import Units
 
 if TYPE_CHECKING:
     from dpbnn.estimators.estimator import PrivateBayes
@@ -103,7 +104,9 @@ class Workspace:
         """
         return Ledger(self.ledger, delta=delta)
 
-    def bind(self, estimator: PrivateBayes, table: tuple[Any, Any]) -> None:
+    def bind(
+        self, estimator: PrivateBayes, table: tuple[Any, Any], units: Units | None = None
+    ) -> None:
         """Begin with an encoded table and settings, or raise where a resumed fit had others.
 
         **Guarantee.** A fit goes on with the table and the settings that it began with, or not at
@@ -120,6 +123,7 @@ class Workspace:
                 "note": "a fingerprint of the training table: keep this file to yourself",
                 "salt": salt.hex(),
                 "table": fingerprint(*table, salt),
+                "units": None if units is None else fingerprint(units.order, units.starts, salt),
             }
             _write(path, known, private=True)
             _write(self.progress / "settings.json", settings)
@@ -132,7 +136,9 @@ class Workspace:
                 f"it began with, or begin another run"
             )
         known = json.loads(path.read_text())
-        if fingerprint(*table, bytes.fromhex(known["salt"])) != known["table"]:
+        salt = bytes.fromhex(known["salt"])
+        owners = None if units is None else fingerprint(units.order, units.starts, salt)
+        if fingerprint(*table, salt) != known["table"] or owners != known.get("units"):
             raise ValueError(
                 "the table is not that of the fit to be resumed: a record was changed, added, "
                 "left out or moved; give the table that it began with, or begin another run"

@@ -84,6 +84,14 @@ class BBP(Descent):
             **{**defaults, **settings},
         )
 
+    def check_units(self) -> None:
+        """Raise where the KL is inside the clip: it would count once per record."""
+        if self.space == "parameters":
+            raise ValueError(
+                "units: with space='parameters' the KL is inside the clip, once per record; use "
+                "space='weights'"
+            )
+
     def prepared(self, model: nn.Module) -> nn.Module:
         """Return the network with Gaussian layers."""
         if any(isinstance(m, GaussianLayer) for m in model.modules()):

@@ -180,6 +180,13 @@ class Method(ABC):
         """Return the network that is trained, such as one with Gaussian layers."""
         return model
 
+    def check_units(self) -> None:
+        """Raise where the method has no meaning for units of several records, such as persons."""
+        raise ValueError(
+            f"units: {type(self).__name__} is for single records; use SGD, SGLD, SGHMC, MCDropout, "
+            f"VI, or BBP in weight space"
+        )
+
     @abstractmethod
     def settled(self, plan: Plan) -> tuple[Plan, float | dict[str, float]]:
         """Return the plan as it will run, within the given one's epsilon, and the clip.
@@ -257,6 +264,9 @@ class Descent(Method):
         decay = isinstance(self.average, float) and 0 < self.average < 1
         if self.average is not None and self.average != "polyak" and not decay:
             raise ValueError(f"average={self.average!r}: must be None, 'polyak' or a decay < 1")
+
+    def check_units(self) -> None:
+        """Take units of several records: the loss is then a mean over units of their sums."""
 
     def settled(self, plan: Plan) -> tuple[Plan, float]:
         """Return the plan as it is, and the clip."""

@@ -123,6 +123,9 @@ class Langevin(Method):
         unit = self.unit(n, batch_size)
         return [unit / (clip * math.sqrt(self.rate(step))) for step in range(steps)]
 
+    def check_units(self) -> None:
+        """Take units of several records: batches of units have the same share of the posterior."""
+
     def settled(self, given: Plan) -> tuple[Plan, float]:
         """Return the plan with the sigma of every step, within the given epsilon, and the clip."""
         if not given.private:

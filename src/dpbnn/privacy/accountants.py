@@ -17,7 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from dpbnn.privacy.events import Event, UnsupportedEvent, check_relation, gaussian_mu
+from dpbnn.privacy.events import (
+    Event,
+    UnsupportedEvent,
+    check_one_unit,
+    check_relation,
+    gaussian_mu,
+)
 from dpbnn.privacy.losses import expm1, loss_grid, self_composed
 from dpbnn.privacy.relation import Relation
 from dpbnn.privacy.sampling import Participation, Sampler
@@ -64,6 +70,7 @@ class Accountant(ABC):
         if not (0 < delta < 1):
             raise ValueError(f"delta={delta}: must lie in (0, 1); 1e-5 is common, below 1/n")
         events = [event for event in events if event.count > 0]
+        check_one_unit(events)
         for event in events:
             refusal = self.supports(event, relation)
             if refusal is not None:

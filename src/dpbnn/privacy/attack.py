@@ -49,14 +49,18 @@ class Attack:
         return f"the curve of Gaussian DP, for epsilon up to {self.up_to:.4g}"
 
     def __str__(self) -> str:
+        return self.of("record").removesuffix(".")
+
+    def of(self, unit: str) -> str:
+        """Return the bounds as a sentence about a unit of this name."""
         found = " and ".join(
             f"{round_up(100 * value, 3)} % at {100 * share:g} % false positives"
             for share, value in self.power.items()
         )
         known = "" if self.mu is None else f"mu = {round_up(self.mu)} ({self.scope}); "
         return (
-            f"{known}the best guess whether a record was used is right in at most "
-            f"{round_up(100 * self.right, 3)} % (a coin: 50 %), and finds at most {found}"
+            f"{known}the best guess whether a {unit} was used is right in at most "
+            f"{round_up(100 * self.right, 3)} % (a coin: 50 %), and finds at most {found}."
         )
 
     def to_dict(self) -> dict[str, Any]:

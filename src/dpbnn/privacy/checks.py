@@ -22,6 +22,7 @@ __all__ = [
     "weak_points",
 ]
 
+_LONGEST = 40  # letters of a unit's name
 _WEAK = 10  # epsilon above which little is promised
 _PLAIN = (str, int, float, type(None))
 
@@ -81,6 +82,16 @@ def check_count(least: int = 1, **values: Any) -> None:
     for name, value in values.items():
         if value is not None and not (least <= value < math.inf and value == math.floor(value)):
             raise ValueError(f"{name}={value}: must be a whole number >= {least}")
+
+
+def checked_unit(name: str) -> str:
+    """Return the name of a unit, or raise where it is none that a statement can print."""
+    plain = isinstance(name, str) and name == " ".join(name.split()) and name.isprintable()
+    if not plain or len(name) > _LONGEST:
+        raise ValueError(
+            f"unit: must be a public name of at most {_LONGEST} letters, such as 'person'"
+        )
+    return name
 
 
 def check_one_process() -> None:

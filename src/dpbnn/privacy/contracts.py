@@ -12,6 +12,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from dpbnn.privacy.events import Event
     from dpbnn.privacy.gate import Gate
+    from dpbnn.privacy.units import Groups
 
 __all__ = ["Auditor", "Clippable", "Replayed"]
 
@@ -44,11 +45,17 @@ class Clippable(Protocol):
     def norms(self) -> Tensor:
         """Return |c_i| over all released names, never below the truth."""
 
+    def unit_squares(self, groups: Groups) -> dict[str, Tensor]:
+        """Return |sum_i c_i|^2 over the examples of each unit, per name, never below the truth."""
+
     def weighted_sum(self, w: Any) -> dict[str, Tensor]:
         """Return sum_i w_i c_i per released name, new tensors in float32 or better."""
 
     def chunks(self) -> Iterator[Clippable]:
         """Yield contributions whose examples, in order, make up this batch."""
+
+    def unit_chunks(self, units: Tensor) -> Iterator[Clippable]:
+        """Yield the same, where no unit's examples are in two of them."""
 
 
 class Replayed(ABC):

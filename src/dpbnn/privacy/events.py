@@ -78,6 +78,11 @@ class Event:
         return MECHANISMS[self.mechanism].gaussian
 
     @property
+    def unit(self) -> str:
+        """What a release clips as a whole and a neighbour differs in: "record", or as "person"."""
+        return str(dict(self.parameters).get("unit", "record"))
+
+    @property
     def rate(self) -> float:
         """Expected share of the records in one release."""
         if self.n is None or self.batch_size is None:
@@ -117,6 +122,17 @@ class Event:
     def from_dict(cls, values: dict[str, Any]) -> Event:
         """Rebuild an event from `to_dict`."""
         return cls(**{**values, "parameters": tuple(values.get("parameters", {}).items())})
+
+
+def check_one_unit(events: Iterable[Event]) -> None:
+    """Raise UnsupportedEvent where releases protect different units, whose costs do not add up."""
+    units = sorted({event.unit for event in events if event.count})
+    if len(units) > 1:
+        raise UnsupportedEvent(
+            f"some releases protect one {units[0]} and some one {units[1]}: what they cost "
+            f"together is not known; make all of them for the same unit, or keep their ledgers and "
+            f"plans apart"
+        )
 
 
 def check_relation(event: Event, relation: Relation) -> None:

@@ -20,6 +20,7 @@ from dpbnn.privacy.grid import RESOLUTION, spacing
 from dpbnn.privacy.ledger import Attempt, Ledger
 from dpbnn.privacy.mechanisms import GaussianNoise, Mechanism
 from dpbnn.privacy.noise import NoiseSource
+from dpbnn.privacy.units import Groups, check_units, unit_norms
 
 if TYPE_CHECKING:
     from dpbnn.privacy.sampling import Sampler
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Gate"]
 
 
+_Rows = Tensor | None
 Watcher = Callable[[Event, float, Tensor], None]
 """Told of a release after it was made: its event, the clip, a copy of the clipped norms."""
 
@@ -35,6 +37,7 @@ Watcher = Callable[[Event, float, Tensor], None]
 # Clips below it, divided by the largest norm, are no normal numbers of the dtype.
 _SMALLEST_CLIP = {torch.float32: 1e-18, torch.float64: 1e-150}
 _UNKNOWN = 1 << 20  # records of a batch whose number is secret, or twice the expected if more
+_ROUGH = 0.02  # error of a float32 sum, in clips, above which sums of units are float64
 _COARSE = 0.05  # share of the clip that rounding may cost before the noise is drawn in float64
 
 
@@ -73,6 +76,10 @@ class Gate:
     one Gaussian release of the accounted kind, provided that the batch was drawn by `sampler`;
     without a sampler the event claims no amplification. An empty batch is released as noise.
     Threads take turns; a forked process has reserved nothing, and cannot use what its parent has.
+
+    Where the sampler draws units, such as persons, c_i is the sum over all rows of unit i. Its norm
+    counts as that of its largest row if that is more. So no row that is summed is above C', and e
+    is a bound for the number of rows.
 
     With clip=inf and noise_multiplier=0 the gate is open: what passes is not private, and the
     ledger and the statement say so.
@@ -183,6 +190,8 @@ class Gate:
         mean: bool = False,
         keep: Tensor | None = None,
         records: Tensor | None = None,
+        units: Tensor | None = None,
+        most_rows: int | None = None,
     ) -> dict[str, Tensor]:
         """Release the clipped and noised sum of contributions, by name.
 
@@ -192,10 +201,13 @@ class Gate:
             mean: divide by the expected batch size (never by the realised one).
             keep: true or false for every example; where false it counts as zero, whatever it
                 contributes. Such an example is still one of the batch.
-            records: which records the examples are; read by audits only.
+            records: which records (or units) the examples are; read by audits only.
+            units: which unit every example belongs to, in rising order, where the sampler draws
+                units. A batch has all rows of a unit.
+            most_rows: with units, a public number that bounds the rows of any batch; None is slow.
         """
         sigma = self._sigma(noise_multiplier)
-        self._check_size(contributions.batch_size)
+        self._check_size(check_units(units, contributions.batch_size, self.sampler, self._watchers))
         _check_keep(keep, contributions.batch_size, self.ledger.relation.public_size)
         self._groups(contributions.shapes)
         self.mechanism.check(contributions.shapes)
@@ -203,7 +215,7 @@ class Gate:
             needs = "needs a sampler, whose expected batch size divides the sum"
             raise ValueError(f"mean=True: {needs}")
         with self._mine():
-            self._precision = self._precision_of(contributions, sigma)
+            self._precision = self._precision_of(contributions, sigma, units, most_rows)
             if not self._reserved:
                 self.reserve(1, sigma)
             elif self._auditor is not None:
@@ -221,12 +233,12 @@ class Gate:
             step, self.step = self.step, self.step + 1
             norms: list[Tensor] = []
             if self._auditor is None:
-                release = self._noised(self._summed(contributions, keep, norms), sigma)
+                release = self._noised(self._summed(contributions, keep, norms, units), sigma)
             else:
                 masked = self._auditor.keep(records, contributions.batch_size)
                 if masked is not None:
                     keep = masked if keep is None else keep & masked.to(keep.device)
-                sums = self._summed(contributions, keep, norms)
+                sums = self._summed(contributions, keep, norms, units)
                 release = self._auditor.release(self, self._event(sigma, 1, step), sums)
             if isinstance(contributions, Replayed):
                 release = contributions.released(release)
@@ -252,7 +264,9 @@ class Gate:
             self._mechanism(sigma).add(sums, self.clip, drawn, self.noise)
         return sums
 
-    def _precision_of(self, contributions: Clippable, sigma: float) -> _Precision:
+    def _precision_of(
+        self, contributions: Clippable, sigma: float, units: _Rows, most: int | None
+    ) -> _Precision:
         """Return the precision of the next release; raises where there is none to be had."""
         dtype = contributions.dtype
         if not sigma > 0:
@@ -261,6 +275,10 @@ class Gate:
         if not self.ledger.relation.public_size:
             contributions.summed_in = torch.float64
             rows = _UNKNOWN if self.sampler is None else max(_UNKNOWN, 2 * rows)
+        elif units is not None:
+            rows = _UNKNOWN if most is None else most
+            if contributions.sum_error(rows) > _ROUGH:
+                contributions.summed_in = torch.float64
         spread = sigma * math.sqrt(sum(math.prod(s) for s in contributions.shapes.values()))
         if spread * RESOLUTION[dtype] > _COARSE:
             dtype = torch.float64
@@ -280,21 +298,21 @@ class Gate:
         return _Precision(share, dtype)
 
     def _summed(
-        self, contributions: Clippable, keep: Tensor | None, norms: list[Tensor]
+        self, contributions: Clippable, keep: _Rows, norms: list[Tensor], units: _Rows
     ) -> dict[str, Tensor]:
         """Return the clipped sum; contributions that are replayed get the function that makes it.
 
         It depends on what is computed of the clip alone, which is their key.
         """
         if not isinstance(contributions, Replayed):
-            return self._clipped_sum(contributions, keep, norms)
+            return self._clipped_sum(contributions, keep, norms, units)
         if self._watchers or not self.ledger.relation.public_size:
             raise ValueError("replayed contributions: have no norms to watch, and a public size")
         key = (self._precision, *self.clips.items())
         return contributions.summed(key, keep, lambda c, keep: self._clipped_sum(c, keep, norms))
 
     def _clipped_sum(
-        self, contributions: Clippable, keep: Tensor | None, norms: list[Tensor]
+        self, contributions: Clippable, keep: _Rows, norms: list[Tensor], units: _Rows = None
     ) -> dict[str, Tensor]:
         """Return sum_i c_i min(1, C'/|c_i|) of those kept; `norms` gets all norms if watched.
 
@@ -303,12 +321,14 @@ class Gate:
         """
         total: dict[str, Tensor] = {}
         first = 0
-        for chunk in contributions.chunks():
-            w = self._weights(chunk)
-            if keep is not None:
-                part = keep[first : first + chunk.batch_size].to(chunk.device)
+        whole = contributions.chunks() if units is None else contributions.unit_chunks(units)
+        for chunk in whole:
+            rows, first = slice(first, first + chunk.batch_size), first + chunk.batch_size
+            part = None if keep is None else keep[rows].to(chunk.device)
+            own = () if units is None else (Groups.of_rows(units[rows], part, chunk.device),)
+            w = self._weights(chunk, *own)
+            if part is not None:
                 w = w * part if isinstance(w, Tensor) else {n: v * part for n, v in w.items()}
-                first += chunk.batch_size
             if self._watchers:
                 norms.append(_clipped_norms(chunk, w))
             for name, value in chunk.weighted_sum(w).items():
@@ -337,8 +357,15 @@ class Gate:
             raise ValueError(f"clip: {left} belong to no group; add a group for them")
         return groups
 
-    def _weights(self, chunk: Clippable) -> Tensor | dict[str, Tensor]:
+    def _weights(self, chunk: Clippable, units: Groups | None = None) -> Tensor | dict[str, Tensor]:
         """Return the clip factor of every example, by released name where there are groups."""
+        if units is not None:
+            found: dict[str, Tensor] = {}
+            for group, own in self._groups(chunk.shapes).items():
+                norms = unit_norms(chunk, units, own)
+                factor = _factor(norms, self._precision.share * self.clips[group])[units.of]
+                found.update(dict.fromkeys(own, factor))
+            return found
         if self.clips.keys() == {""}:
             return _factor(chunk.norms(), self._precision.share * self.clip)
         squares = chunk.squared_norms()
@@ -392,9 +419,10 @@ class Gate:
             return
         expected = self.sampler.size(self.step)
         if (expected is not None and size != expected) or size > self.sampler.n:
+            wanted = "at most n" if expected is None else expected
             raise ValueError(
-                f"the batch has {size} records where {self.sampler.name} sampling of "
-                f"n={self.sampler.n} has {expected if expected is not None else 'at most n'}; "
+                f"the batch has {size} {self.sampler.unit or 'record'}s where {self.sampler.name} "
+                f"sampling of n={self.sampler.n} has {wanted}; "
                 f"draw batches with sampler.batches(...), or pass sampler=None to the gate"
             )
 

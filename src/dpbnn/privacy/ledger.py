@@ -15,7 +15,7 @@ from typing import Any, SupportsIndex
 from dpbnn.notebook import Shown
 from dpbnn.privacy import accountants
 from dpbnn.privacy.checks import check_numbers, round_up
-from dpbnn.privacy.events import Event, check_relation
+from dpbnn.privacy.events import Event, check_one_unit, check_relation
 from dpbnn.privacy.ledger_entries import SCHEMA, Attempt, Entries
 from dpbnn.privacy.ledger_file import LedgerCorrupted, LedgerFile, Locked
 from dpbnn.privacy.relation import Relation
@@ -235,7 +235,8 @@ class Ledger(Shown):
 
         Raises:
             BudgetExceeded: if the budget does not hold them.
-            UnsupportedEvent: if sampling and relation have no analysis together.
+            UnsupportedEvent: if sampling and relation have no analysis together, or if what is
+                spent already protects another unit, such as a record and not a person.
         """
         check_relation(event, self.relation)
         attempt = Attempt.new() if attempt is None else attempt
@@ -243,6 +244,7 @@ class Ledger(Shown):
             locked = None
             if self._file is not None:
                 locked = stack.enter_context(self._read(self._file, writing=True))
+            check_one_unit((event, *self._entries.first()))
             self._afford(event)
             lines = self._entries.lines(event, label, clip, attempt, step)
             if locked is not None:
@@ -251,8 +253,10 @@ class Ledger(Shown):
 
     def check(self, events: Iterable[Event]) -> None:
         """Raise BudgetExceeded if the budget does not hold `events`; nothing is spent."""
-        with self._known():
-            self._refuse(tuple(events))
+        with self._known() as entries:
+            events = tuple(events)
+            check_one_unit((*events, *entries.first()))
+            self._refuse(events)
 
     @classmethod
     def repair(cls, path: str | os.PathLike[str]) -> Ledger:

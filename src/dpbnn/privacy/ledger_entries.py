@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import secrets
 import time
 from collections.abc import Mapping
@@ -136,6 +137,10 @@ class Entries:
             for spend in joined
             for mechanism in (mechanisms[spend.mechanism],)
         ]
+
+    def first(self) -> list[Event]:
+        """Return one release of the first mechanism, if any; the others protect the same unit."""
+        return [part.event for part in itertools.islice(self._mechanisms, 1)]
 
     def outside_runs(self, other_than: str) -> list[Event]:
         """Return what single gates have spent, and no run of `fit`, under any label but one."""

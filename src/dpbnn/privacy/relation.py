@@ -35,13 +35,14 @@ class Relation(enum.StrEnum):
         """Whether the number of records is public, and n is that number."""
         return self is not Relation.ADD_REMOVE
 
-    @property
-    def description(self) -> str:
-        """One clause that completes 'neighbouring datasets ...'."""
+    def describe(self, unit: str = "record") -> str:
+        """Return one clause that completes 'neighbouring datasets ...', about a unit's name."""
+        whole = "" if unit == "record" else " with all its records"
         return {
-            Relation.ZERO_OUT: "differ in one record, which in one of them contributes nothing",
-            Relation.ADD_REMOVE: "differ by one record being added or removed",
-            Relation.REPLACE_ONE: "differ in one record being replaced by any other",
+            Relation.ZERO_OUT: f"differ in one {unit}{whole}, which in one of them contributes "
+            f"nothing",
+            Relation.ADD_REMOVE: f"differ by one {unit}{whole} being added or removed",
+            Relation.REPLACE_ONE: f"differ in one {unit}{whole} being replaced by any other",
         }[self]
 
     @classmethod

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from dpbnn.privacy.checks import check_numbers
+from dpbnn.privacy.checks import check_numbers, checked_unit
 from dpbnn.privacy.keys import ratchet
 from dpbnn.privacy.mechanisms import overridden, parameters
 from dpbnn.privacy.relation import Relation
@@ -65,8 +65,10 @@ class Sampler(ABC):
     """Draws index batches and knows the privacy event of what it draws.
 
     Attributes:
-        n: number of records, public; under add/remove the expected one.
+        n: number of records (or units), public; under add/remove the expected one.
         batch_size: expected batch size, public; what sums are divided by, never the realised size.
+        unit: what is drawn, where that is not a record: a unit such as "person", whose records
+            are in a batch all together or not at all. n, batch_size and batches count units.
         name: what events, ledgers and plans call it.
         words: how messages call it, by default by its name.
         relations: neighbouring relations that the analysis covers.
@@ -79,6 +81,7 @@ class Sampler(ABC):
 
     n: int
     batch_size: float
+    unit: str = dataclasses.field(default="", kw_only=True)
 
     name: ClassVar[str]
     words: ClassVar[str] = ""
@@ -90,6 +93,7 @@ class Sampler(ABC):
 
     def __post_init__(self) -> None:
         check_numbers(n=self.n, batch_size=self.batch_size)
+        checked_unit(self.unit)
         if not (1 <= self.n < math.inf and self.n == math.floor(self.n)):
             raise ValueError(f"n={self.n}: must be a whole number >= 1, the number of records")
         if not (0 < self.batch_size <= self.n):
@@ -149,7 +153,7 @@ class Sampler(ABC):
     @property
     def parameters(self) -> tuple[tuple[str, Any], ...]:
         """Public settings beside n and batch_size, as (name, value)."""
-        return parameters(self, ("n", "batch_size"))
+        return parameters(self, ("n", "batch_size", *(() if self.unit else ("unit",))))
 
     @classmethod
     def dp_event(cls, event: Event, noise: Any) -> Any:
@@ -331,8 +335,9 @@ class FullBatch(Sampler):
     participation = Participation.EVERY
     any_number = True
 
-    def __init__(self, n: int, batch_size: float | None = None) -> None:
+    def __init__(self, n: int, batch_size: float | None = None, *, unit: str = "") -> None:
         object.__setattr__(self, "n", n)
+        object.__setattr__(self, "unit", unit)
         object.__setattr__(self, "batch_size", n if batch_size is None else batch_size)
         self.__post_init__()
         if self.batch_size != self.n:

@@ -15,17 +15,12 @@ from dpbnn.notebook import Shown
 from dpbnn.privacy import accountants
 from dpbnn.privacy.attack import Attack, attack_on
 from dpbnn.privacy.checks import round_up, weak_points
-from dpbnn.privacy.events import Event, UnsupportedEvent
+from dpbnn.privacy.events import Event, UnsupportedEvent, check_one_unit
 from dpbnn.privacy.mechanisms import MECHANISMS
 from dpbnn.privacy.relation import Relation
 
 SCHEMA = 1
 
-_SIZE = "the number of records n"
-_EXPECTED_SIZE = (
-    "the expected number of records n, chosen without looking at the data (the true number of "
-    "records is not public)"
-)
 _SETTINGS = "the settings of the run (model, method, bounds, clip, noise, number of steps)"
 _COVERS = (
     "every released sum, and all that is computed from them without the data: the posterior, its "
@@ -134,7 +129,7 @@ class PrivacyStatement(Shown):
         epsilon: float | None = None,
         labels: Sequence[str] = (),
         clip: float | None = None,
-        unit: str = "one record",
+        unit: str | None = None,
         public: Sequence[str] = (),
         covers: Sequence[str] = (),
         randomness: str = _ENTROPY,
@@ -155,7 +150,8 @@ class PrivacyStatement(Shown):
             epsilon: epsilon of the events if the caller has computed it already.
             labels: one name per event without a label.
             clip: the clip of the events without a label.
-            unit: what one neighbour differs in, such as "one record" or "one patient".
+            unit: what one neighbour differs in; by default what the events say: "one record", or
+                "one person" where all records of a person are clipped together.
             public: what is treated as public beside n and the settings.
             covers: what is covered beside the released sums and what follows from them.
             randomness: source of noise and sampling.
@@ -174,20 +170,21 @@ class PrivacyStatement(Shown):
             return cls.debug(randomness if randomness != _ENTROPY else "seeded")
         if any(event.noise_multiplier == 0 and event.count for event in own):
             return cls.not_private("releases were made without noise")
+        check_one_unit(own)
         chosen = accountants.accountant(accountant or accountants.default_accountant(own))
         if epsilon is None:
             epsilon = chosen.epsilon(own, delta, relation)
         return cls(
             private=math.isfinite(epsilon),
             reason="" if math.isfinite(epsilon) else "the privacy loss is unbounded",
-            unit=unit,
+            unit=unit or f"one {_unit(own)}",
             relation=relation,
             epsilon=epsilon,
             delta=delta,
             accountant=chosen.name,
             accountant_version=chosen.version,
             released=_added_up(parts),
-            public=(_SIZE if relation.public_size else _EXPECTED_SIZE, _SETTINGS, *public),
+            public=(_size(_unit(own), relation), _SETTINGS, *public),
             covers=(*_COVERS, *covers),
             randomness=randomness,
             tuning_runs=tuning_runs,
@@ -207,6 +204,11 @@ class PrivacyStatement(Shown):
             reason=f"debug: not private, noise or sampling was {randomness}",
             randomness=randomness,
         )
+
+    @property
+    def unit_name(self) -> str:
+        """What one neighbour differs in, without "one": "record", or such as "person"."""
+        return self.unit.removeprefix("one ")
 
     @property
     def mechanisms(self) -> tuple[dict[str, Any], ...]:
@@ -282,12 +284,13 @@ class PrivacyStatement(Shown):
             f"Differential privacy: {bound} {round_up(self.epsilon)}, delta = {self.delta:g}",
             item(
                 "Protects",
-                f"{self.unit}: datasets that {self.relation.description} ({self.relation}) give "
+                f"{self.unit}: datasets that {self.relation.describe(self.unit_name)} "
+                f"({self.relation}) give "
                 f"outputs whose probabilities differ by a factor of at most exp(epsilon), "
                 f"up to delta.",
             ),
             item("Accountant", f"{self.accountant} ({self.accountant_version})"),
-            *([] if self.attack is None else [item("Attack", f"{self.attack}.")]),
+            *([] if self.attack is None else [item("Attack", self.attack.of(self.unit_name))]),
             *(item("Mechanism", _describe(mechanism)) for mechanism in self.mechanisms),
             item("Covers", "; ".join(self.covers)),
             item("Excludes", BEFORE),
@@ -361,6 +364,21 @@ def _added_up(parts: Iterable[LabelledEvent]) -> tuple[LabelledEvent, ...]:
         dataclasses.replace(unit, event=dataclasses.replace(unit.event, count=count))
         for (unit, _), count in counts.items()
     )
+
+
+def _unit(events: Sequence[Event]) -> str:
+    """Return the name of what all the releases protect; `Accountant.epsilon` has compared them."""
+    return next((event.unit for event in events if event.count), "record")
+
+
+def _size(unit: str, relation: Relation) -> str:
+    if not relation.public_size:
+        return (
+            f"the expected number of {unit}s n, chosen without looking at the data (the true "
+            f"number of {unit}s is not public)"
+        )
+    own = "" if unit == "record" else ", and the number of all records (not whose they are)"
+    return f"the number of {unit}s n{own}"
 
 
 def _union(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:

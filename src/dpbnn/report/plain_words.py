@@ -25,6 +25,7 @@ class Reading:
         delta: delta.
         approximate: whether epsilon is no bound.
         chance: the best chance of an attacker's guess at even odds.
+        unit: what is protected, in a word.
         protects: what is protected, one paragraph.
         meaning: what epsilon means, one paragraph.
         odds_of_failure: what delta means, one sentence.
@@ -42,6 +43,7 @@ class Reading:
     delta: str = ""
     approximate: bool = False
     chance: float = 1.0
+    unit: str = "record"
     protects: str = ""
     meaning: str = ""
     odds_of_failure: str = ""
@@ -95,6 +97,7 @@ def read(privacy: PrivacyStatement | Mapping[str, Any]) -> Reading:
         delta=written(statement.delta),
         approximate=approximate,
         chance=chance,
+        unit=statement.unit_name,
         protects=_protects(statement),
         meaning=_meaning(statement, chance, alone, approximate),
         odds_of_failure=(
@@ -113,7 +116,7 @@ def read(privacy: PrivacyStatement | Mapping[str, Any]) -> Reading:
         details=(
             ("epsilon", ("about " if approximate else "") + round_up(statement.epsilon)),
             ("delta", written(statement.delta)),
-            *_attack(attack),
+            *_attack(attack, statement.unit_name),
             ("unit", statement.unit),
             ("neighbouring datasets", f"{statement.relation}"),
             ("accountant", f"{statement.accountant} ({statement.accountant_version})"),
@@ -136,12 +139,12 @@ def _protects(statement: PrivacyStatement) -> str:
     }[statement.relation or Relation.ZERO_OUT]
     return (
         f"Whether {event}: the chance of any model, posterior or prediction that could come out "
-        f"changes by a factor of {bound} {factor}, apart from delta. This holds for every record, "
-        f"whatever else an attacker knows."
+        f"changes by a factor of {bound} {factor}, apart from delta. This holds for every "
+        f"{statement.unit_name}, whatever else an attacker knows."
     )
 
 
-def _attack(attack: Attack | None) -> list[tuple[str, str]]:
+def _attack(attack: Attack | None, unit: str) -> list[tuple[str, str]]:
     """Return the technical facts on the best attack."""
     if attack is None:
         return []
@@ -150,18 +153,19 @@ def _attack(attack: Attack | None) -> list[tuple[str, str]]:
         for share, power in attack.power.items()
     )
     known = [] if attack.mu is None else [(f"mu ({attack.scope}), at most", round_up(attack.mu))]
-    return [*known, ("used records that an attacker finds, at most", found)]
+    return [*known, (f"used {unit}s that an attacker finds, at most", found)]
 
 
 def _meaning(statement: PrivacyStatement, chance: float, alone: float, approximate: bool) -> str:
+    unit = statement.unit_name
     question = (
-        "which of two records was used"
+        f"which of two {unit}s was used"
         if statement.relation is Relation.REPLACE_ONE
-        else "whether one given record was used"
+        else f"whether one given {unit} was used"
     )
     bound = "about" if approximate else "at most"
     text = (
-        f"Think of someone who knows every other record, all settings and the finished model, and "
+        f"Think of someone who knows every other {unit}, all settings and the finished model, and "
         f"who bets on {question}, at even odds. Tossing a coin is right in 50 % of such bets. "
         f"Here the best possible strategy is right in {bound} {percent_up(chance)}."
     )

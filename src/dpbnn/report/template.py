@@ -42,7 +42,7 @@ def hero(reading: Reading | None) -> dict[str, Any]:
         return {"lead": "", "guess": "", "advice": _ADVICE}
     bound = "about" if reading.approximate else "at most"
     return {
-        "lead": f"Whoever bets on whether one record was used in training wins {bound} "
+        "lead": f"Whoever bets on whether one {reading.unit} was used in training wins {bound} "
         f"{percent_up(reading.chance)} of the time, against 50 % by tossing a coin.",
         "guess": charts.guess(reading.chance, reading.approximate),
         "advice": "",

@@ -1,0 +1,172 @@
+"""Whose records they are: the units of a table, such as its persons, and their records in a batch.
+
+Labels are private, like the records. They are compared with each other and kept nowhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpbnn.messages import check_on_bad_rows, refuse_rows
+
+__all__ = ["Units", "numbered"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+    """The records of every unit.
+
+    Attributes:
+        order: all records, those of a unit one after another, on the host.
+        starts: where each unit's records begin in `order`, and then the number of records.
+        kept: false for records that contribute nothing, since their label is missing or their unit
+            has too many; None where all count.
+        most: public number of records of a unit that count; None for any number.
+    """
+
+    order: Tensor
+    starts: Tensor
+    kept: Tensor | None = None
+    most: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        labels: Any,
+        n: int | None,
+        *,
+        unit: str = "person",
+        most: int | None = None,
+        on_bad_rows: str = "error",
+    ) -> Units:
+        """Return the units of labelled records, or raise before anything is spent.
+
+        Units are numbered in the order in which they first occur.
+
+        Args:
+            labels: one for each record; equal ones are of one unit. Spaces around texts are
+                ignored.
+            n: number of units of the plan; None where that is not public.
+            unit: what a unit is called.
+            most: public number of records of a unit that count.
+            on_bad_rows: "zero" lets records without a label, and those of a unit beyond `most`,
+                contribute nothing; otherwise they are refused.
+        """
+        check_on_bad_rows(on_bad_rows)
+        numbers, missing = numbered(labels)
+        show, zero = on_bad_rows == "show", on_bad_rows == "zero"
+        if not zero:
+            refuse_rows(
+                missing, f"they do not say which {unit} they are of", show=show, what="records",
+                counted=n is not None,
+            )  # fmt: skip
+        count = int(numbers.max()) + 1 if len(numbers) else 0
+        if n is not None and count != n:
+            raise ValueError(
+                f"the plan is for n={n} {unit}s and the data has {count} of them; with units, n "
+                f"counts {unit}s: plan with n={count}"
+            )
+        order = numbers.argsort(stable=True)
+        sizes = torch.bincount(numbers, minlength=count)
+        starts = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        kept = ~missing if zero else None
+        if most is not None:
+            place = torch.empty_like(order)
+            place[order] = torch.arange(len(order)) - starts[:-1].repeat_interleave(sizes)
+            beyond = place >= most
+            if not zero:
+                refuse_rows(
+                    beyond, f"a {unit} may have max_records={most}", show=show, what="records",
+                    counted=n is not None,
+                )  # fmt: skip
+            else:
+                assert kept is not None
+                kept = kept & ~beyond
+        return cls(order, starts, kept, most)
+
+    def check(self, data: Any) -> None:
+        """Raise where the data, a pair of inputs and targets, has another number of records."""
+        rows = data[0] if isinstance(data, tuple | list) and len(data) == 2 else ()
+        if hasattr(rows, "__len__") and len(rows) != len(self.order):
+            raise ValueError("units: give one label for each record of the data")
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def batch(self, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        """Return all records of the units drawn, and the unit of each."""
+        first, sizes = self.starts[drawn], self.starts.diff()[drawn]
+        units = drawn.repeat_interleave(sizes)
+        before = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        return self.order[first.repeat_interleave(sizes) + torch.arange(len(units)) - before], units
+
+    def records(self, first: int, last: int) -> np.ndarray:
+        """Return the records of units first to last - 1, those of a unit one after another."""
+        return self.order[self.starts[first] : self.starts[last]].numpy()
+
+    def means(self, first: int, last: int, values: np.ndarray, keep: Tensor | None) -> np.ndarray:
+        """Return the mean of each unit's values; records that are bad or not kept count as zero.
+
+        Args:
+            first: the first unit.
+            last: the unit after the last one.
+            values: of their `records`.
+            keep: false for records, of all, that count as zero.
+        """
+        records = self.records(first, last)
+        for kept in (keep, self.kept):
+            if kept is not None:
+                values = np.where(kept.numpy()[records, None], values, 0.0)
+        values = np.where(np.isfinite(values).all(1, keepdims=True), values, 0.0)
+        starts = self.starts[first : last + 1].numpy()
+        if first == last:
+            return values
+        total = np.add.reduceat(values, starts[:-1] - starts[0], axis=0)
+        return total / np.diff(starts)[:, None]
+
+    def most_rows(self, units: int) -> int:
+        """Return a public number of records that so many units do not exceed."""
+        total = len(self.order)
+        return total if self.most is None else min(total, units * self.most)
+
+
+def numbered(labels: Any) -> tuple[Tensor, Tensor]:
+    """Return a number for every label, the same for equal ones, and which labels are missing.
+
+    Numbers rise in the order in which labels first occur; those of missing ones mean nothing.
+    """
+    given = getattr(labels, "to_pylist", getattr(labels, "tolist", None))
+    values = labels if given is None else given()
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise ValueError("units: give one label for each record, such as a column of patient ids")
+    known: dict[Any, int] = {}
+    numbers, missing = [], []
+    for label in values:
+        if isinstance(label, str):
+            label = label.strip()
+            none = not label
+        elif isinstance(label, int | float):
+            none = label != label
+        else:
+            none = label is None or _not_a_label(label)
+        missing.append(none)
+        numbers.append(0 if none else known.setdefault(label, len(known)))
+    return torch.tensor(numbers, dtype=torch.int64), torch.tensor(missing, dtype=torch.bool)
+
+
+def _not_a_label(label: Any) -> bool:
+    """Return whether a label is a missing one, such as NaN; raise where it is of no such type."""
+    if type(label).__name__ in ("NAType", "NaTType"):  # of pandas, which cannot be compared
+        return True
+    try:
+        hash(label)
+        return bool(label != label)
+    except TypeError:
+        pass
+    raise ValueError("units: labels must be texts or numbers, one for each record")

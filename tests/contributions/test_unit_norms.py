@@ -1,0 +1,240 @@
+"""Norms of all records of a unit together: never below the truth, and hardly above it."""
+
+import math
+
+import pytest
+import torch
+from contributions_contract import flat, gaussian_truth, per_example
+from torch import nn
+
+import dpbnn
+from dpbnn.contributions import Contributions, DenseContributions, UnsupportedModel, attach, sites
+from dpbnn.contributions.outer import Outer
+from dpbnn.privacy.units import Groups, unit_norms
+
+SIZES = (1, 3, 1, 2, 7, 4, 1, 5)
+ROWS = sum(SIZES)
+UNITS = torch.arange(len(SIZES)).repeat_interleave(torch.tensor(SIZES))
+
+
+class Own(nn.Module):
+    """A layer that has no rule, so that its gradients are replayed row by row."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.rand(width)), nn.Parameter(torch.rand(width))
+
+    def forward(self, x):
+        return torch.tanh(x * self.scale.exp()) + self.shift
+
+
+class Tied(nn.Module):
+    """Tokens whose embedding is used again to predict."""
+
+    def __init__(self, tokens=9, width=4):
+        super().__init__()
+        self.tokens, self.last = nn.Embedding(tokens, width), nn.Linear(width, tokens, bias=False)
+        self.last.weight = self.tokens.weight
+
+    def forward(self, x):
+        return self.last(self.tokens(x).mean(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(self.inner(x)[0][:, -1])
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.mean(1)
+
+
+def sequence():
+    block = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Linear(3, 6), block, Mean(), nn.Linear(6, 3))
+
+
+MODELS = {
+    "perceptron": (lambda: dpbnn.mlp(5, (40, 7), 3), (5,)),
+    "normed": (lambda: nn.Sequential(nn.Linear(5, 6), nn.GroupNorm(2, 6), nn.Linear(6, 3)), (5,)),
+    "own layer": (lambda: nn.Sequential(nn.Linear(5, 6), Own(6), nn.Linear(6, 3)), (5,)),
+    "used twice": (lambda: (lambda a: nn.Sequential(a, nn.Tanh(), a, nn.Linear(5, 3)))(
+        nn.Linear(5, 5)), (5,)),
+    "images": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.Tanh(),
+        nn.Conv2d(4, 4, 3, stride=2), nn.Flatten(), nn.Linear(16, 3)), (2, 6, 6)),
+    "transformer": (sequence, (4, 3)),
+    "recurrent": (Recurrent, (4, 3)),
+    "tokens": (lambda: nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.Flatten(),
+        nn.Linear(12, 3)), (3,)),
+}  # fmt: skip
+
+
+def data(shape, tokens=False, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(ROWS, *shape, generator=generator)
+    if tokens:
+        x = torch.randint(0, 9, (ROWS, *shape), generator=generator)
+    return x, torch.randint(0, 3, (ROWS,), generator=generator)
+
+
+def true_norms(truth, used=None):
+    values = flat(truth, list(truth))
+    values = values if used is None else values * used[:, None]
+    total = torch.zeros(len(SIZES), values.shape[1], dtype=torch.float64)
+    return total.index_add_(0, UNITS, values).norm(dim=1)
+
+
+def found_norms(c, used=None):
+    """Norms of the sums alone, without that of the largest row."""
+    squares = c.unit_squares(Groups.of_rows(UNITS, used))
+    return torch.stack(list(squares.values())).sum(0).sqrt()
+
+
+def assert_tight(found, truth, above=2e-3):
+    assert (found >= truth * (1 - 1e-6)).all()
+    assert (found <= truth * (1 + above) + 1e-6).all()
+
+
+@pytest.mark.parametrize("form", [None, "gram", "instantiated"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_norms_of_units_are_those_of_summed_gradients(name, form, monkeypatch):
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    x, y = data(shape, name == "tokens")
+    monkeypatch.setattr(Outer, "form", form)
+    monkeypatch.setattr(sites, "CHUNK", 200)  # a few rows at a time: units are cut
+    c = attach(model, "categorical")(x, y)
+    truth = per_example(model, "categorical", x, y)
+    assert_tight(found_norms(c), true_norms(truth))
+    used = torch.arange(ROWS) % 3 != 1
+    assert_tight(found_norms(c, used), true_norms(truth, used))
+
+
+@pytest.mark.parametrize("draws", [1, 2])
+@pytest.mark.parametrize("space", ["weights", "parameters"])
+def test_gaussian_layers(space, draws):
+    torch.manual_seed(0)
+    plain = dpbnn.mlp(5, (8,), 3)
+    gaussian = dpbnn.to_gaussian(plain, rho=-1.0)
+    x, y = data((5,))
+    c = attach(gaussian, "categorical", space=space, draws=draws)(x, y)
+    truth = gaussian_truth(plain, gaussian, "categorical", x, y, c.draws, space)
+    assert_tight(found_norms(c), true_norms(truth))
+
+
+def test_tied_weights():
+    torch.manual_seed(0)
+    model = Tied()
+    x, y = data((3,), tokens=True)
+    c = attach(model, "categorical")(x, y)
+    assert_tight(found_norms(c), true_norms(per_example(model, "categorical", x, y)))
+
+
+def test_dense_values():
+    values = torch.randn(ROWS, 4, 3, generator=torch.Generator().manual_seed(0))
+    c = DenseContributions(values)
+    assert_tight(found_norms(c), true_norms({"value": values}))
+
+
+@pytest.mark.parametrize("form", ["gram", "instantiated"])
+@pytest.mark.parametrize("width", [2, 300])
+def test_records_of_a_unit_that_cancel_out_are_never_rounded_down(form, width, monkeypatch):
+    """Two records with opposite gradients, but for 1e-4: what is left is far below their norms."""
+    torch.manual_seed(0)
+    model = nn.Linear(width, 3, bias=False)
+    monkeypatch.setattr(Outer, "form", form)
+    x = torch.randn(1, width).repeat(ROWS, 1) * 50
+    x[1::2] *= -(1 + 1e-4)
+    y = torch.randn(ROWS, 3)
+
+    def log_prob(outputs, y):
+        return (outputs * y).sum(1)
+
+    y[1::2] = y[0::2][: len(y[1::2])]
+    c = attach(model, log_prob)(x, y)
+    truth = per_example(model, log_prob, x, y)
+    found, exact = found_norms(c), true_norms(truth)
+    assert (found >= exact * (1 - 1e-6)).all()
+    largest = flat(truth, list(truth)).norm(dim=1).max()
+    assert (found <= exact * (1 + 1e-3) + 1e-4 * largest).all()
+
+
+def test_a_unit_counts_at_least_as_much_as_its_largest_record():
+    values = torch.tensor([[3.0, 0.0], [-3.0, 0.0], [0.5, 0.0]])
+    groups = Groups.of_rows(torch.tensor([4, 4, 9]))
+    norms = unit_norms(DenseContributions(values), groups, ["value"])
+    assert norms[0] >= 3
+    assert norms == pytest.approx([3.0, 0.5], rel=1e-3)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
+def test_records_that_are_not_finite_are_left_out_of_their_unit(bad):
+    torch.manual_seed(0)
+    model = dpbnn.mlp(5, (7,), 3)
+    x, y = data((5,))
+    truth = per_example(model, "categorical", x, y)
+    used = torch.ones(ROWS, dtype=torch.bool)
+    used[6] = used[0] = False  # one of several records, and a unit's only one
+    x[~used] = bad
+    c = attach(model, "categorical")(x, y)
+    assert (c.norms()[~used] == 0).all()
+    assert_tight(found_norms(c), true_norms(truth, used))
+
+
+def test_padding_depends_on_a_units_own_number_of_records_alone():
+    few = Groups.of_rows(UNITS)
+    more = Groups.of_rows(torch.cat([UNITS, torch.full((100,), 99)]))
+    widths = {}
+    for groups in (few, more):
+        for same in groups.padded:
+            for unit in same.units.tolist():
+                widths.setdefault(unit, set()).add(same.rows.shape[1])
+    assert all(len(own) == 1 for own in widths.values())
+    assert widths[len(SIZES)] == {128}
+    assert sorted({same.rows.shape[1] for same in few.padded}) == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize("units", [[1, 0, 0], [0.0, 1.0, 2.0], [[0], [1]]])
+def test_rows_of_a_unit_must_follow_on_one_another(units):
+    with pytest.raises(ValueError, match="rising order"):
+        Groups.of_rows(torch.tensor(units))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
+def test_chunks_never_cut_a_unit(size):
+    torch.manual_seed(0)
+    model = dpbnn.mlp(5, (7,), 3)
+    x, y = data((5,))
+    whole = attach(model, "categorical")(x, y)
+    first, parts = 0, []
+    for chunk in attach(model, "categorical", microbatch_size=size)(x, y).unit_chunks(UNITS):
+        rows = slice(first, first + chunk.batch_size)
+        first = rows.stop
+        assert len(UNITS[rows].unique()) == 1 or chunk.batch_size <= size
+        assert first == ROWS or UNITS[first] != UNITS[first - 1]
+        parts.append(unit_norms(chunk, Groups.of_rows(UNITS[rows]), list(chunk.shapes)))
+    assert first == ROWS
+    expected = unit_norms(whole, Groups.of_rows(UNITS), list(whole.shapes))
+    assert torch.cat(parts) == pytest.approx(expected, rel=1e-5)
+
+
+def test_contributions_of_another_kind_are_refused():
+    class Strange(DenseContributions):
+        unit_squares = Contributions.unit_squares
+
+    with pytest.raises(UnsupportedModel, match="Strange"):
+        found_norms(Strange(torch.ones(ROWS, 2)))
+
+
+def test_a_data_free_part_inside_the_clip_is_refused():
+    model = dpbnn.mlp(5, (), 3)
+    constants = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    c = attach(model, "categorical", data_free=constants)(*data((5,)))
+    with pytest.raises(UnsupportedModel, match="once per record"):
+        found_norms(c)

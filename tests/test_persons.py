@@ -1,0 +1,174 @@
+"""Estimators and the command line with a person as the unit."""
+
+import numpy as np
+import pytest
+import torch
+from command_line import run
+
+import dpbnn
+from dpbnn.data.standardising import private_standardisation
+from dpbnn.estimators.persons import unit_name
+from dpbnn.privacy.units import by_unit
+from dpbnn.units import Units
+
+PERSONS = 60
+
+
+@pytest.fixture(scope="module")
+def table():
+    chance = np.random.default_rng(0)
+    who = np.repeat(np.arange(PERSONS), chance.integers(1, 6, PERSONS))
+    x = chance.uniform(-1, 1, (len(who), 3)) + chance.normal(size=(PERSONS, 3))[who] / 4
+    y = (x @ [2.0, -1.0, 0.5] + chance.logistic(size=len(who)) / 3 > 0).astype(int)
+    order = chance.permutation(len(who))
+    return x[order].clip(-1, 1), y[order], np.array([f"p{w}" for w in who])[order]
+
+
+def classifier(**options):
+    return dpbnn.PrivateBayesClassifier(
+        **{"method": "sgd", "epsilon": 3.0, "delta": 1e-4, "bounds": (-1, 1), "classes": [0, 1],
+           "hidden": (), "epochs": 20, **options})  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["auto", "sgd", "sgld"])
+def test_an_estimator_protects_persons(table, method):
+    x, y, who = table
+    model = classifier(method=method).fit(x, y, units=who, unit="patient")
+    assert model.privacy_.unit == "one patient"
+    assert model.plan_.n == PERSONS
+    assert model.privacy_.epsilon <= 3
+    assert all(part.event.unit == "patient" for part in model.privacy_.released)
+    assert model.predict_proba(x).shape == (len(x), 2)
+
+
+def test_a_regressor_does_too(table):
+    x, _, who = table
+    model = dpbnn.PrivateBayesRegressor(
+        "sgd", epsilon=3.0, delta=1e-4, bounds=(-1, 1), target_bounds=(-4, 4), epochs=20
+    )
+    assert model.fit(x, x.sum(1), units=who).privacy_.unit == "one person"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"method": "moments"}, "units: Moments is for single records"),
+        ({"method": dpbnn.NoiseAware()}, "units: NoiseAware is for single records"),
+        ({"bounds": "private"}, "bounds: its release would protect one row"),
+        ({"recalibrate": 0.1}, "recalibrate: its release would protect one row"),
+        ({"conformal": 0.1}, "conformal: its release would protect one row"),
+    ],
+)
+def test_what_would_protect_single_rows_is_refused_before_anything_is_spent(
+    table, options, problem
+):
+    x, y, who = table
+    book = dpbnn.Ledger(delta=1e-4)
+    with pytest.raises(ValueError, match=problem):
+        classifier(ledger=book, **options).fit(x, y, units=who)
+    assert book.untouched
+
+
+def test_labels_must_be_as_many_as_rows(table):
+    x, y, who = table
+    with pytest.raises(ValueError, match="one label for each of the"):
+        classifier().fit(x, y, units=who[:-1])
+
+
+def test_a_standardisation_by_persons_moves_by_one_person_at_most(table):
+    x, _, who = table
+    owners = Units.of(who, PERSONS)
+    plan = by_unit(
+        dpbnn.plan(noise_multiplier=9.0, delta=1e-4, n=PERSONS, sampling="full-batch", steps=2),
+        "person",
+    )
+
+    def released(values):
+        found = private_standardisation(values, plan=plan, owners=owners)
+        return found.centre, found.spread
+
+    ends = np.ones_like(x)
+    other = ends.copy()
+    other[who == "p4"] = np.nan
+    result = dpbnn.replay(released, ends, other).check()
+    assert result.worst == pytest.approx(1.0, rel=1e-3)  # and no more, with several records
+
+
+def test_means_of_persons_are_theirs(table):
+    x, _, who = table
+    owners = Units.of(who, PERSONS)
+    keep = torch.ones(len(x), dtype=torch.bool)
+    found = owners.means(10, 20, x[owners.records(10, 20)], keep)
+    names = list(dict.fromkeys(who))[10:20]
+    assert found == pytest.approx(np.stack([x[who == name].mean(0) for name in names]))
+
+
+def test_names_of_units():
+    names = ("patient_id", "PatientID", "household", "id", "customer-id")
+    expected = ["patient", "Patient", "household", "person", "customer"]
+    assert [unit_name(name) for name in names] == expected
+
+
+SCHEMA = """
+unit = "patient_id"
+
+[target]
+name = "ill"
+classes = ["no", "yes"]
+
+[columns.a]
+bounds = [-1, 1]
+
+[columns.b]
+bounds = [-1, 1]
+"""
+
+
+@pytest.fixture
+def place(tmp_path, table):
+    x, y, who = table
+    lines = [
+        f"{name},{a:.3f},{b:.3f},{'yes' if label else 'no'}"
+        for name, (a, b, _), label in zip(who, x, y, strict=True)
+    ]
+    (tmp_path / "train.csv").write_text("\n".join(["patient_id,a,b,ill", *lines]) + "\n")
+    (tmp_path / "schema.toml").write_text(SCHEMA)
+    return tmp_path
+
+
+def test_the_schema_names_the_persons_column(place):
+    schema = dpbnn.data.Schema.read(place / "schema.toml")
+    assert dpbnn.data.Schema.from_toml(schema.to_toml()) == schema
+    assert schema.features == ("a", "b")
+    table = dpbnn.data.read_table(place / "train.csv")
+    assert schema.ignored(table) == ()
+    assert len(set(schema.units(table))) == PERSONS
+    with pytest.raises(dpbnn.data.TableError, match="the unit 'patient_id' of the schema"):
+        schema.units({"a": [0.1], "b": [0.2]})
+    with pytest.raises(dpbnn.data.TableError, match="is there twice"):
+        dpbnn.data.Schema.from_toml(SCHEMA.replace('"patient_id"', '"a"'))
+
+
+def test_the_command_line_protects_patients_by_the_schema(place, capsys):
+    schema = str(place / "schema.toml")
+    code, text, error = run(
+        capsys, "fit", place / "train.csv", "--schema", schema, "--epsilon", 3, "--delta", 1e-4,
+        "--method", "sgd", "--hidden", 0, "--epochs", 5, "--out", place / "run",
+    )  # fmt: skip
+    assert code == 0, error
+    assert "one patient" in text
+    assert "private standardisation: 2 releases" in " ".join(text.split())
+    code, _, error = run(capsys, "report", place / "run", "--out", place / "page.html")
+    assert code == 0, error
+    page = (place / "page.html").read_text()
+    assert "whether one patient was used" in page
+    assert "People with several records" not in page
+
+
+def test_compare_refuses_units(place, capsys):
+    code, _, error = run(
+        capsys, "compare", place / "train.csv", "--schema", place / "schema.toml", "--epsilons",
+        "1", "--delta", 1e-4, "--test", place / "train.csv", "--out", place / "cells",
+    )  # fmt: skip
+    assert code
+    assert "compare is for records" in error
