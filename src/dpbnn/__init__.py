@@ -65,6 +65,7 @@ _EXPORTS = {
     "dpbnn.privacy.sampling": ("FixedSize", "FullBatch", "Partition", "Poisson", "Sampler"),
     "dpbnn.privacy.statement": ("PrivacyStatement",),
     "dpbnn.reproduce.dp_bbb": ("compare_passes",),
+    "dpbnn.sources": ("DataSource",),
     "dpbnn.training": ("fit", "load"),
 }
 _CALLABLE = ("contributions",)  # a subpackage that is a function as well
@@ -147,4 +148,5 @@ if TYPE_CHECKING:
     from dpbnn.privacy.sampling import FixedSize, FullBatch, Partition, Poisson, Sampler
     from dpbnn.privacy.statement import PrivacyStatement
     from dpbnn.reproduce.dp_bbb import compare_passes
+    from dpbnn.sources import DataSource
     from dpbnn.training import fit, load

@@ -37,6 +37,7 @@ from dpbnn.privacy.gate import Auditor, Gate
 from dpbnn.privacy.module_state import described, differing
 from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.sampling import Sampler
+from dpbnn.sources import opened, rows_of_arrays, without
 from dpbnn.training import fit
 
 _STEPS = 4
@@ -117,7 +118,7 @@ def replay(
         method_or_function: a method's settings, such as `dpbnn.SGD()` or one's own `Method`; or a
             function that takes a dataset, releases through gates and returns whatever it makes
             public. Either is run three times with `trace`, twice without.
-        data: a dataset; for a method (inputs, targets), or the points of a mixture.
+        data: a dataset; for a method what `fit` takes.
         neighbour: the index of the record to zero out or remove; or the neighbouring dataset, which
             may differ by a whole record where the relation is replace-one. A function must tell the
             gate which records a batch holds to have one zeroed out (`gate(c, records=batch)`).
@@ -157,7 +158,7 @@ def replay(
             f"model=dpbnn.mlp(2, (4,), 3)"
         )
     method, network = method_or_function, model
-    n = len(_parts(data)[0])
+    n = len(_parts(data)[0]) if rows_of_arrays(data) else len(opened(data, "zero"))
     chosen = plan or plans.plan(
         noise_multiplier=1.0, delta=1e-5, n=n, sampling="full-batch", steps=_STEPS
     )
@@ -170,7 +171,9 @@ def replay(
         return _public(posterior)
 
     if isinstance(neighbour, int) and not isinstance(neighbour, bool):
-        if chosen.relation.public_size:
+        if not rows_of_arrays(data):
+            data, neighbour = without(data, None), without(data, neighbour)
+        elif chosen.relation.public_size:
             neighbour = _without(data, neighbour, likelihood)
         else:
             data, neighbour = _removed(data, neighbour)
