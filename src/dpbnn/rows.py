@@ -17,7 +17,17 @@ from torch import Tensor, nn
 from dpbnn.bad_rows import Check
 from dpbnn.likelihoods import Likelihood
 from dpbnn.messages import SHOWN, check_on_bad_rows, refuse_rows
-from dpbnn.sources import Arrays, Block, Records, Source, StreamedRows, ahead, filled, opened
+from dpbnn.sources import (
+    Arrays,
+    Bits,
+    Block,
+    Records,
+    Source,
+    StreamedRows,
+    ahead,
+    filled,
+    opened,
+)
 
 __all__ = ["Rows", "StreamedRows", "checked_rows"]
 
@@ -133,17 +143,17 @@ def checked_rows(
             for part in (*x, y, bad):
                 digest.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
     found.refuse()
-    kept = ~found.bad if zero else None
     if not whole:
-        identity = f"{len(source)} records {digest.hexdigest()}"
+        bad_ones, identity = found.bad if zero else None, f"{len(source)}, {digest.hexdigest()}"
         return StreamedRows(
-            source, check.clean, check.stand_in, device, kept, identity, strict=not zero
+            source, check.clean, check.stand_in, device, bad_ones, identity, strict=not zero
         )
     if in_place:
         *kept_x, kept_y = source.run(0, len(source), 0).parts
         kept_y = check.targets(kept_y)[0].to(device)
     assert kept_y is not None
-    return Rows(source.x(kept_x), kept_y, None if kept is None else kept.to(device), source.fixed)
+    kept = ~found.bad.mask().to(device) if zero else None
+    return Rows(source.x(kept_x), kept_y, kept, source.fixed)
 
 
 def _like(part: Tensor, count: int, device: torch.device) -> Tensor:
@@ -195,14 +205,13 @@ def _whole(
 
 def _blocks(source: Source) -> Iterator[tuple[int, Block]]:
     """Yield the records in pieces, with the number of the first; an empty piece where none is."""
-    size = max(1, min(_PIECE // source.record_bytes, len(source)))
-    starts = range(0, max(1, len(source)), size)
+    size, count = max(8, _PIECE // source.record_bytes // 8 * 8), len(source)
     if not isinstance(source, Records):
-        for start in starts:
-            yield start, source.run(start, min(start + size, len(source)), 0)
+        for start in range(0, max(1, count), size):
+            yield start, source.run(start, min(start + size, count), 0)
         return
     size = min(size, _RECORDS)
-    numbers = torch.arange(len(source)).split(size)
+    numbers = (torch.arange(at, min(at + size, count)) for at in range(0, count, size))
     for records, block in ahead(source, numbers, 0, lambda records, block: block):
         yield int(records[0]), block
 
@@ -219,8 +228,7 @@ class _Found:
 
     def __init__(self, check: Check, count: int, on_bad_rows: str, *, counted: bool) -> None:
         self.check, self.mode, self.counted = check, on_bad_rows, counted
-        self.bad = torch.zeros(count, dtype=torch.bool)
-        self.fails = torch.zeros(count if not check.usual else 0, dtype=torch.bool)
+        self.bad, self.fails = Bits(count), Bits(0 if check.usual else count)
         self.wrong, self.unlike, self.unloaded, self.reason = False, False, False, ""
 
     def add(self, start: int, block: Block) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -235,15 +243,15 @@ class _Found:
         if zero or not self.check.usual:
             x, y = [filled(part, bad, 0) for part in x], filled(y, bad, stand_in)
         if not self.check.usual:
-            most = len(y) if zero else SHOWN - int(self.fails.sum())
+            most = len(y) if zero else SHOWN - self.fails.total
             fails, reason = self.check.failing(x, y, most, show)
             self.reason = self.reason or reason
             if zero:
                 x, y = [filled(part, fails, 0) for part in x], filled(y, fails, stand_in)
                 bad = bad | fails.to(bad.device)
             else:
-                self.fails[start : start + len(y)] = fails
-        self.bad[start : start + len(y)] = bad
+                self.fails.put(start, fails)
+        self.bad.put(start, bad)
         return x, y, bad
 
     def refuse(self) -> None:
@@ -259,6 +267,8 @@ class _Found:
         finite = "inputs and targets must be finite"
         if self.unloaded:
             finite = f"records must load as numbers, and {finite}"
-        refuse_rows(self.bad, self.check.expected if self.wrong else finite, **said)
-        cannot = f"the network or the likelihood cannot take them ({self.reason})"
-        refuse_rows(self.fails, cannot, most=SHOWN, **said)
+        if self.bad.total:
+            refuse_rows(self.bad.mask(), self.check.expected if self.wrong else finite, **said)
+        if self.fails.total:
+            cannot = f"the network or the likelihood cannot take them ({self.reason})"
+            refuse_rows(self.fails.mask(), cannot, most=SHOWN, **said)

@@ -3,6 +3,7 @@
 A source gives records by their numbers. It knows no network, and draws no batch itself.
 """
 
+from dpbnn.sources.bits import Bits
 from dpbnn.sources.opening import DataSource, opened, rows_of_arrays, without
 from dpbnn.sources.prefetch import ahead
 from dpbnn.sources.source import Arrays, Block, Records, Source
@@ -10,6 +11,7 @@ from dpbnn.sources.streamed import StreamedRows, filled
 
 __all__ = [
     "Arrays",
+    "Bits",
     "Block",
     "DataSource",
     "Records",

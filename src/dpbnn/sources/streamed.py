@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dpbnn.messages import HiddenError
+from dpbnn.sources.bits import Bits
 from dpbnn.sources.prefetch import ahead
 from dpbnn.sources.source import Block, Source
 
@@ -32,13 +33,14 @@ class StreamedRows:
         clean: returns a block's inputs and targets as the network takes them, and its bad records.
         stand_in: the public target of bad records.
         device: where batches go.
-        kept: which records count, on the CPU; None is all.
+        left_out: records that do not count; None is none.
         identity: a digest of all records, where it was asked for.
         strict: whether a record that can no longer be loaded ends the run.
     """
 
     x: Any = None  # nothing is held whole
     y: Any = None
+    kept: Any = None
 
     def __init__(
         self,
@@ -46,11 +48,11 @@ class StreamedRows:
         clean: Callable[[Block], Cleaned],
         stand_in: float,
         device: torch.device,
-        kept: Tensor | None,
+        left_out: Bits | None,
         identity: str,
         strict: bool,
     ) -> None:
-        self.source, self.kept, self.fixed = source, kept, source.fixed
+        self.source, self.left_out, self.fixed = source, left_out, source.fixed
         self.device, self.identity = device, identity
         self._clean, self._stand_in, self._strict = clean, stand_in, strict
         self._ready: tuple[Tensor, tuple[list[Tensor], Tensor, Tensor]] | None = None
@@ -95,7 +97,7 @@ class StreamedRows:
                 "that the dataset reads, and resume the run"
             )
         x, y, bad = self._clean(block)
-        bad = bad if self.kept is None else bad | ~self.kept[records]
+        bad = bad if self.left_out is None else bad | self.left_out.at(records)
         x = [filled(part, bad, 0) for part in x]
         y = filled(y, bad, self._stand_in)
         if self.device.type != "cuda":
