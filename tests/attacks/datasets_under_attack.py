@@ -52,14 +52,16 @@ class Fails(Plain):
 
 
 class Odd(Plain):
-    """One record has another shape than the others."""
+    """One record has another shape than the others, or other fields."""
 
-    def __init__(self, record=0):
+    def __init__(self, record, mapping):
         super().__init__()
-        self.record = record
+        self.record, self.mapping = record, mapping
 
     def __getitem__(self, number):
         x, y = super().__getitem__(number)
+        if self.mapping and number == self.record:
+            return {"x": x, "y": y}
         return (torch.cat([x, x]) if number == self.record else x), y
 
 

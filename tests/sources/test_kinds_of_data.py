@@ -341,3 +341,28 @@ def test_data_is_read_batch_by_batch_above_the_limit_alone(tmp_path):
     assert isinstance(rows(dpbnn.DataSource((memory_map(tmp_path), y), memory=0)), StreamedRows)
     assert isinstance(rows(Pairs()), StreamedRows)  # may be another one when it is read again
     assert not isinstance(rows(dpbnn.DataSource(Pairs(), fixed=True)), StreamedRows)
+
+
+def test_tokens_are_whole_numbers_of_any_width(tmp_path):
+    x, y = words()
+    np.save(tmp_path / "ids.npy", x["input_ids"].numpy().astype(np.uint16))
+    x["input_ids"] = np.load(tmp_path / "ids.npy", mmap_mode="r")
+    for memory in (2**30, 8000):
+        data = dpbnn.DataSource((x, y), memory=memory)
+        assert torch.equal(weights(data, network=Attending), weights(words(), network=Attending))
+
+
+def test_methods_that_visit_records_stream_or_refuse(tmp_path):
+    x = memory_map(tmp_path)
+    y = torch.as_tensor(np.array(x[:, 0]))
+    data = dpbnn.DataSource((x, y), memory=STREAMED)
+    plan = dpbnn.open_plan(n=N, batch_size=20, steps=2, sampling="partition")
+
+    def outputs(data, method):
+        posterior = dpbnn.fit(lambda: dpbnn.mlp(4, (3,), 1), data, "gaussian", None, method, plan)
+        return posterior.predict(np.array(x[:5])).mean
+
+    held = (torch.as_tensor(np.array(x)), y)
+    assert torch.equal(outputs(data, dpbnn.ADF()), outputs(held, dpbnn.ADF()))
+    with pytest.raises(ValueError, match="EP keeps a factor of every record"):
+        outputs(data, dpbnn.EP())

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Tens
 
 from dpbnn.messages import as_numbers, unquoted
 from dpbnn.privacy.checks import check_count, quoted
-from dpbnn.sources.source import Arrays, Fields, Records, Source
+from dpbnn.sources.source import Arrays, Fields, Records, Source, first_record
 from dpbnn.sources.tables import table
 
 __all__ = ["DataSource", "opened", "rows_of_arrays", "without"]
@@ -201,16 +201,10 @@ def _format(data: Any) -> Any:
 
 def _fields(given: DataSource, data: Any, columns: bool) -> tuple[Fields, tuple[str, ...], bool]:
     """Return how records are taken apart, the names of inputs, and whether one may be alone."""
-    first: Any = None
+    first = None if columns else first_record(data)
     known = list(data.column_names) if columns else None
-    if known is None:
-        with unquoted(
-            "data: its first record cannot be loaded",
-            "load it yourself to see why; the others are looked at later",
-            ValueError,
-        ):
-            first = data[0] if len(data) else None
-        known = [str(name) for name in first] if isinstance(first, Mapping) else None
+    if isinstance(first, Mapping):
+        known = [str(name) for name in first]
     if known is not None:
         names, by_name, stacked = _names(given, known)
         return Fields(names, _target(given), stacked), by_name, not by_name

@@ -7,14 +7,14 @@ import dataclasses
 import hashlib
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Arrays", "Block", "Fields", "Part", "Records", "Source"]
+__all__ = ["Arrays", "Block", "Fields", "Part", "Records", "Source", "first_record"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Block:
     Attributes:
         parts: inputs, and the target last; zeros where a record could not be loaded.
         loaded: which records could be loaded; None where all could.
-        unlike: whether a record has another shape or type than the others.
+        unlike: whether a record has other fields, another shape or another type.
     """
 
     parts: list[Tensor]
@@ -132,7 +132,8 @@ class Arrays(Source):
 
     def run(self, start: int, stop: int, seed: int = 0) -> Block:
         """Return consecutive rows, those of tensors without a copy."""
-        return self.left_out(self._rows(slice(start, stop)), np.arange(start, stop))
+        block = self._rows(slice(start, stop))
+        return block if self.missing is None else self.left_out(block, np.arange(start, stop))
 
     def _rows(self, rows: Any) -> Block:
         loaded = None if self.loaded is None else torch.from_numpy(self.loaded[rows])
@@ -140,10 +141,11 @@ class Arrays(Source):
 
 
 def _tensor(rows: Tensor | np.ndarray) -> Tensor:
-    """Return rows as a tensor; those of a map are copied, in the machine's byte order."""
+    """Return rows as a tensor; those of a map are copied, as a type that torch computes with."""
     if isinstance(rows, Tensor):
         return rows
-    return torch.from_numpy(np.array(rows, dtype=rows.dtype.newbyteorder("=")))
+    wide = rows.dtype.kind == "u" and rows.dtype.itemsize > 1
+    return torch.from_numpy(np.array(rows, np.int64 if wide else rows.dtype.newbyteorder("=")))
 
 
 class Records(Source):
@@ -167,7 +169,7 @@ class Records(Source):
         self.size, self.parts = len(dataset), []
         with _global_generators():
             for number in range(self.size):
-                found = self._load(number, 0)
+                found, _ = self._load(number, 0)
                 if found is not None:
                     self.parts = [_kind(part) for part in found]
                     break
@@ -195,25 +197,42 @@ class Records(Source):
         unlike = False
         with _global_generators():
             for at, number in enumerate(records.tolist()):
-                found = self._load(number, seed)
+                found, other = self._load(number, seed)
                 alike = found is not None and [_kind(part) for part in found] == self.parts
-                unlike |= found is not None and not alike
+                unlike |= other or (found is not None and not alike)
                 loaded[at] = alike
                 for part, value in zip(parts, found or (), strict=False):
                     if alike:
                         part[at] = value
         return Block(parts, loaded, unlike)
 
-    def _load(self, number: int, seed: int) -> list[Tensor] | None:
-        """Return the parts of one record, or None; what was raised may quote it."""
+    def _load(self, number: int, seed: int) -> tuple[list[Tensor] | None, bool]:
+        """Return the parts of one record, if it can be loaded, and whether it has other fields."""
         _seed(seed, number)
         try:
-            values = self.fields(self.dataset[number])
-            return [torch.as_tensor(value).detach().cpu() for value in values]
+            record = self.dataset[number]
         except (MemoryError, torch.OutOfMemoryError):
             raise
+        except Exception:  # what was raised may quote the record
+            return None, False
+        try:
+            values = self.fields(record)
         except Exception:
-            return None
+            return None, True
+        try:
+            return [torch.as_tensor(value).detach().cpu() for value in values], False
+        except Exception:
+            return None, False
+
+
+def first_record(dataset: Any) -> Any:
+    """Return the first record of a dataset that can be loaded, or None."""
+    with _global_generators():
+        for number in range(len(dataset)):
+            _seed(0, number)
+            with contextlib.suppress(Exception):
+                return dataset[number]
+    return None
 
 
 def _kind(values: Tensor, skip: int = 0) -> Part:
@@ -256,6 +275,8 @@ class Fields:
 
     def __call__(self, record: Any) -> list[Any]:
         """Return inputs, and the target last."""
+        if isinstance(record, Mapping) is (self.target is None):
+            raise TypeError("a record is a mapping, and others are not")
         x, y = (record, record[self.target]) if self.target is not None else record
         if self.inputs is None:
             return [*(x if isinstance(x, tuple) else (x,)), y]

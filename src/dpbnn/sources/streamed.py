@@ -23,6 +23,10 @@ def filled(values: Tensor, bad: Tensor, stand_in: float) -> Tensor:
     return values.masked_fill(bad.view(-1, *[1] * (values.dim() - 1)).to(values.device), stand_in)
 
 
+def _pinned(values: Tensor) -> Tensor:
+    return values if values.is_cuda else values.pin_memory()
+
+
 class StreamedRows:
     """Inputs and targets of a source, batch by batch.
 
@@ -97,12 +101,12 @@ class StreamedRows:
                 "that the dataset reads, and resume the run"
             )
         x, y, bad = self._clean(block)
-        bad = bad if self.left_out is None else bad | self.left_out.at(records)
+        bad = bad if self.left_out is None else bad | self.left_out.at(records).to(bad.device)
         x = [filled(part, bad, 0) for part in x]
         y = filled(y, bad, self._stand_in)
         if self.device.type != "cuda":
             return x, y, ~bad
-        return [part.pin_memory() for part in x], y.pin_memory(), (~bad).pin_memory()
+        return [_pinned(part) for part in x], _pinned(y), _pinned(~bad)
 
     def check_batches(self, most: int) -> None:
         """Raise where batches of so many records do not fit into memory."""
