@@ -70,6 +70,7 @@ from dpbnn.privacy.module_state import ModuleState
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.relation import Relation
 from dpbnn.privacy.sampling import Poisson, Sampler
+from dpbnn.sources import prefetch, source
 
 Patch = pytest.MonkeyPatch
 
@@ -890,11 +891,15 @@ def bad_rows_are_named(patch: Patch) -> None:
 
 
 def errors_of_the_network_are_quoted(patch: Patch) -> None:
-    patch.setattr("dpbnn.rows.kind_of", str)
+    patch.setattr("dpbnn.bad_rows.kind_of", str)
 
 
 def cells_that_are_no_numbers_raise(patch: Patch) -> None:
-    for module in ("dpbnn.rows", "dpbnn.estimators.scaling", "dpbnn.calibration.release"):
+    for module in (
+        "dpbnn.sources.opening",
+        "dpbnn.estimators.scaling",
+        "dpbnn.calibration.release",
+    ):
         patch.setattr(f"{module}.as_numbers", lambda values: values)
 
 
@@ -1459,3 +1464,42 @@ def the_statement_forgets_the_unit(patch: Patch) -> None:
 def units_may_be_mixed(patch: Patch) -> None:
     for module in (events, accountants, ledger, statement, training):
         patch.setattr(module, "check_one_unit", lambda events: None)
+
+
+# 60: data that is read as it is needed
+
+
+def records_that_may_change_keep_their_keys(patch: Patch) -> None:
+    def checked(*given):
+        found = original(*given)
+        found.fixed = True
+        return found
+
+    original = rows.checked_rows
+    patch.setattr(training, "checked_rows", checked)
+
+
+def streamed_records_have_no_digest(patch: Patch) -> None:
+    patch.setattr(rows, "hashlib", SimpleNamespace(sha256=lambda: SimpleNamespace(
+        update=lambda data: None, hexdigest=lambda: "any"
+    )))  # fmt: skip
+
+
+def records_share_a_generator(patch: Patch) -> None:
+    patch.setattr(source, "_seed", lambda seed, number: None)
+
+
+def a_record_of_another_shape_is_only_left_out(patch: Patch) -> None:
+    def refuse(original, self):
+        self.unlike = False
+        original(self)
+
+    around(patch, rows._Found, "refuse", refuse)
+
+
+def workers_are_forked(patch: Patch) -> None:
+    patch.setattr(prefetch, "_START", "fork")
+
+
+def data_is_copied_whole(patch: Patch) -> None:
+    patch.setattr(rows, "_whole", lambda *given: (True, False))

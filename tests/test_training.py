@@ -486,16 +486,23 @@ def test_bad_rows_are_not_counted_where_the_number_of_records_is_secret():
 
 
 def _handed_records(source):
-    """The functions that get `self.x` or `self.y` in a piece of code, by name."""
+    """The functions that get what `self.rows` gives, in a piece of code, by name."""
     tree = ast.parse(textwrap.dedent(source))
     inside = {}
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         for part in (p for given in call.args for p in ast.walk(given)):
             inside[part] = ast.unparse(call.func)
+    given = {
+        name.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("self.rows.take(")
+        for name in node.targets[0].elts[:2]
+    }
     return {
         inside.get(node, "elsewhere")
         for node in ast.walk(tree)
-        if isinstance(node, ast.Subscript) and ast.unparse(node.value) in ("self.x", "self.y")
+        if (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in given)
+        or (isinstance(node, ast.Subscript) and ast.unparse(node.value) in ("self.x", "self.y"))
     }
 
 

@@ -66,6 +66,7 @@ _EXPORTS = {
     "dpbnn.privacy.statement": ("PrivacyStatement",),
     "dpbnn.reproduce.dp_bbb": ("compare_passes",),
     "dpbnn.runs": ("load_run",),
+    "dpbnn.sources": ("DataSource",),
     "dpbnn.training": ("fit", "load"),
 }
 _CALLABLE = ("contributions",)  # a subpackage that is a function as well
@@ -149,4 +150,5 @@ if TYPE_CHECKING:
     from dpbnn.privacy.statement import PrivacyStatement
     from dpbnn.reproduce.dp_bbb import compare_passes
     from dpbnn.runs import load_run
+    from dpbnn.sources import DataSource
     from dpbnn.training import fit, load

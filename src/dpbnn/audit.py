@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpbnn import sources
 from dpbnn.likelihoods import Likelihood
 from dpbnn.methods.method import Method
 from dpbnn.neighbours import owned, parts_of, removed, without
@@ -38,6 +39,7 @@ from dpbnn.privacy.gate import Auditor, Gate
 from dpbnn.privacy.module_state import described, differing
 from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.sampling import Sampler
+from dpbnn.sources import opened, rows_of_arrays
 from dpbnn.training import fit
 from dpbnn.units import numbered
 
@@ -120,7 +122,7 @@ def replay(
         method_or_function: a method's settings, such as `dpbnn.SGD()` or one's own `Method`; or a
             function that takes a dataset, releases through gates and returns whatever it makes
             public. Either is run three times with `trace`, twice without.
-        data: a dataset; for a method (inputs, targets), or the points of a mixture.
+        data: a dataset; for a method what `fit` takes.
         neighbour: the index of the record to zero out or remove; or the neighbouring dataset, which
             may differ by a whole record where the relation is replace-one. A function must tell the
             gate which records a batch holds to have one zeroed out (`gate(c, records=batch)`).
@@ -163,7 +165,11 @@ def replay(
         )
     method, network = method_or_function, model
     record = neighbour if isinstance(neighbour, int) and not isinstance(neighbour, bool) else None
-    n = len(parts_of(data, record)[0]) if units is None else int(numbered(units)[0].max()) + 1
+    arrays = rows_of_arrays(data)
+    if units is not None:
+        n = int(numbered(units)[0].max()) + 1
+    else:
+        n = len(parts_of(data, record)[0]) if arrays else len(opened(data, "zero"))
     chosen = plan or plans.plan(
         noise_multiplier=1.0, delta=1e-5, n=n, sampling="full-batch", steps=_STEPS
     )
@@ -177,6 +183,9 @@ def replay(
 
     if record is None:
         return _replayed(trained, (data, units), (neighbour, units), seed, trace)
+    if not arrays:
+        pair = [(sources.without(data, left), units) for left in (None, record)]
+        return _replayed(trained, *pair, seed, trace)
     own = owned(units, record)
     if not chosen.relation.public_size:
         return _replayed(trained, *removed(data, own, units), seed, trace)

@@ -23,20 +23,24 @@ class OpenRun(Run):
                 f"{type(self.method).__name__} is not private: it visits raw records; use "
                 f"dpbnn.SEP(...) with this plan, or dpbnn.open_plan(...)"
             )
+        if self.rows.x is None and not getattr(self.method, "shared", True):
+            raise ValueError(
+                f"{type(self.method).__name__} keeps a factor of every record, and the data is not "
+                f"held in memory; use dpbnn.ADF(...), or raise memory= of its DataSource"
+            )
         super().__post_init__()
 
     def train(self, progress: bool) -> None:
         """Run the remaining steps; an interrupt leaves a checkpoint to resume from."""
-        kept = self.rows.kept
         with self.steps(progress) as done:
-            for batch in self.batches():
+            for batch in self.rows.ahead(self.batches()):
                 self.reserve()
                 self.gate(DenseContributions(torch.zeros(len(batch), 1)), records=batch)
                 torch.randint(2**62, ())  # as every step of a run draws a seed
-                records = batch.to(self.x.device)
-                whole = records if kept is None else records[kept[records]]
+                x, y, keep = self.rows.take(batch)
+                if keep is not None:
+                    x, y, batch = x[keep], y[keep], batch[keep.cpu()]
                 with unquoted(*FAILED):
-                    x, y = self.x[whole], self.y[whole]
-                    self.state = self.process.visit(self.state, x, y, whole.cpu())
+                    self.state = self.process.visit(self.state, x, y, batch)
                 self.step += 1
                 done()

@@ -35,7 +35,7 @@ from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.relation import check_same
 from dpbnn.progress import deferred_interrupt, progress_bar
-from dpbnn.rows import Rows
+from dpbnn.rows import Rows, StreamedRows
 
 FAILED = (
     "the method, the network or the likelihood raised an error on a batch of the data",
@@ -57,7 +57,7 @@ class Run(ABC):
     plan: Plan
     clip: float | dict[str, float]
     watch: Watch
-    rows: Rows
+    rows: Rows | StreamedRows
     ledger: Ledger | None
     resume: bool
     every: int
@@ -67,7 +67,8 @@ class Run(ABC):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.x, self.y, self.out = self.rows.x, self.rows.y, self.problem.folder
+        self.x, self.y = self.rows.x, self.rows.y  # None where rows are read batch by batch
+        self.device, self.out = self.rows.device, self.problem.folder
         self.sigmas = [sigma for sigma, count in self.plan.noise_multipliers for _ in range(count)]
         self.step, self.process_id = 0, os.getpid()
         self.run, self.label = secrets.token_hex(8), self.method.name
@@ -143,7 +144,7 @@ class Run(ABC):
                     f"another folder"
                 )
             return None
-        checkpoint = self.folder.load(self.x.device)
+        checkpoint = self.folder.load(self.device)
         if checkpoint.settings != json.dumps(self.settings, default=str):
             raise ValueError(
                 f"{self.out}: the checkpoint is of a run with other settings; give the same plan "
@@ -195,10 +196,10 @@ class Run(ABC):
                 network=self.problem.model,
                 likelihood=self.watch.likelihood,
                 prior=self.problem.prior,
-                data=(self.x, self.y, self.rows.kept, self.rows.units),
+                data=self.rows.identity,
                 seed=self.seed,
                 microbatch_size=self.problem.microbatch_size,
-                device=self.x.device.type,
+                device=self.device.type,
             )
         return keys
 
@@ -312,15 +313,17 @@ class Run(ABC):
     def _save_checkpoint(self) -> None:
         if self.folder is not None:
             self._settle()
-            self.folder.save(self._checkpoint, self.keys if self.debug_seed is None else None)
+            # Rows that may differ when they are read again would get the same noise once more.
+            again = self.debug_seed is None and self.rows.fixed
+            self.folder.save(self._checkpoint, self.keys if again else None)
 
     def _checkpoint(self) -> Checkpoint:
         if self.process.writer is not None:
             self.process.writer.flush()  # with the checkpoint, which replaces the key of its noise
         tensors = {name: value.cpu() for name, value in flat(self.state, "state").items()}
         tensors["random.cpu"] = torch.get_rng_state()
-        if self.x.is_cuda:
-            tensors["random.cuda"] = torch.cuda.get_rng_state(self.x.device)
+        if self.device.type == "cuda":
+            tensors["random.cuda"] = torch.cuda.get_rng_state(self.device)
         return Checkpoint(
             step=self.step,
             run=self.run,
@@ -345,5 +348,5 @@ class Run(ABC):
             ) from None
         torch.set_rng_state(tensors["random.cpu"].cpu())
         if "random.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["random.cuda"].cpu(), self.x.device)
+            torch.cuda.set_rng_state(tensors["random.cuda"].cpu(), self.device)
         self.step, self.run, self.label = checkpoint.step, checkpoint.run, checkpoint.label

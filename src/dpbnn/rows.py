@@ -1,37 +1,39 @@
-"""The rows of the data: which of them can be used, before anything is spent."""
+"""The rows of the data: which of them can be used, before anything is spent.
+
+The data is looked at in pieces. It is copied whole, to memory or to a GPU, within a limit alone.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpbnn import likelihoods
+from dpbnn.bad_rows import Check
 from dpbnn.likelihoods import Likelihood
-from dpbnn.messages import (
-    SHOWN,
-    alone,
-    as_numbers,
-    check_on_bad_rows,
-    kind_of,
-    refuse_rows,
-    unquoted,
+from dpbnn.messages import SHOWN, check_on_bad_rows, refuse_rows
+from dpbnn.sources import (
+    Arrays,
+    Bits,
+    Block,
+    Records,
+    Source,
+    StreamedRows,
+    ahead,
+    filled,
+    opened,
 )
-from dpbnn.privacy.checks import first_line
 from dpbnn.units import Units
 
-__all__ = ["Rows", "checked_rows"]
+__all__ = ["Rows", "StreamedRows", "checked_rows"]
 
-_CHUNK = 512  # rows that the network sees at once
-_UNSURE = (
-    "the likelihood cannot tell which targets it takes",
-    "its methods `wrong` and `taken` must take all targets, and return one value for each",
-)
+_PIECE = 1 << 22  # bytes that are looked at at once
+_RECORDS = 1 << 10  # records of a dataset, likewise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,31 +41,71 @@ class Rows:
     """Inputs and targets on their device.
 
     Attributes:
-        x: inputs, one row per record.
+        x: inputs, one row per record: a tensor, a tuple of tensors, or a mapping of them by name.
         y: targets, likewise.
         kept: false for rows that contribute nothing, under on_bad_rows="zero"; None where every
             row counts. Their inputs and targets are public stand-ins.
+        fixed: whether the same rows come again when they are read again.
         units: whose records they are, where a batch takes all records of a person or none.
     """
 
-    x: Tensor
+    x: Any
     y: Tensor
     kept: Tensor | None = None
+    fixed: bool = True
     units: Units | None = None
+
+    def __len__(self) -> int:
+        return len(self.y)
 
     @property
     def drawn(self) -> int:
         """Number of what batches are drawn from: records, or units."""
-        return len(self.x) if self.units is None else len(self.units)
+        return len(self) if self.units is None else len(self.units)
 
     def by_unit(self, units: Units) -> Rows:
         """Return the same rows as records of units."""
-        if len(units.order) != len(self.x):
+        if len(units.order) != len(self):
             raise ValueError("units: give one label for each record of the data")
         kept = self.kept
         if units.kept is not None:
-            kept = units.kept.to(self.x.device) & (True if kept is None else kept)
-        return Rows(self.x, self.y, kept, units)
+            kept = units.kept.to(self.device) & (True if kept is None else kept)
+        return dataclasses.replace(self, kept=kept, units=units)
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches are."""
+        return self.y.device
+
+    @property
+    def identity(self) -> Any:
+        """What tells these rows from others, for a run that goes on."""
+        return self.x, self.y, self.kept, self.units
+
+    def none(self) -> tuple[Any, Tensor]:
+        """Return the inputs and targets of no record at all."""
+        return _each(self.x, lambda part: part[:0]), self.y[:0]
+
+    def take(self, records: Tensor) -> tuple[Any, Tensor, Tensor | None]:
+        """Return inputs and targets of a batch, and which of its records count."""
+        at = records.to(self.device)
+        keep = None if self.kept is None else self.kept[at]
+        return _each(self.x, lambda part: part[at]), self.y[at], keep
+
+    def ahead(self, batches: Iterator[Tensor]) -> Iterator[Tensor]:
+        """Yield batches, some of which may be read before they are taken."""
+        return batches
+
+    def check_batches(self, most: int) -> None:
+        """Raise where batches of so many records do not fit into memory."""
+
+
+def _each(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(x, Tensor):
+        return change(x)
+    if isinstance(x, dict):
+        return {name: change(part) for name, part in x.items()}
+    return tuple(change(part) for part in x)
 
 
 def checked_rows(
@@ -73,17 +115,18 @@ def checked_rows(
     n: int | None,
     device: torch.device,
     on_bad_rows: str,
-) -> Rows:
-    """Return inputs and targets on the device, or raise before anything is spent.
+    hashed: bool = False,
+) -> Rows | StreamedRows:
+    """Return inputs and targets for the device, or raise before anything is spent.
 
-    A row is bad where it is not finite, where its label is none of the classes, and where the
-    network or the likelihood raises on it, as an Embedding does on an index that it does not hold.
-    The last is found out by one pass over the data, which networks of the usual layers alone do
-    not need. It is made by copies, so that nothing of the data stays in the network or the
-    likelihood.
+    A row is bad where it cannot be loaded, where it is not finite, where its label is none of the
+    classes, and where the network or the likelihood raises on it, as an Embedding does on an index
+    that it does not hold. The last is found out by running them, which networks of the usual layers
+    alone do not need. It is made by copies, so that nothing of the data stays in the network or
+    the likelihood. All of this is one pass over the data, in pieces.
 
     Args:
-        data: (inputs, targets).
+        data: what a `DataSource` takes, or one.
         network: on its device.
         likelihood: of the targets.
         n: number of records of the plan; None where that is not the data's, under add/remove.
@@ -92,225 +135,157 @@ def checked_rows(
             them; "show", whose messages name the rows; or "zero", under which nothing is raised for
             what a row holds (but for a kernel of the user's own that stops a GPU: that ends the
             run, unspent).
+        hashed: whether rows that are read batch by batch need a digest.
     """
     check_on_bad_rows(on_bad_rows)
-    show = on_bad_rows == "show"
-    network, likelihood = copy.deepcopy((network, likelihood))
-    x, y = _tensors(data, n, on_bad_rows)
-    if x.is_floating_point():
-        x = x.to(next(network.parameters()).dtype)
-    outputs = _outputs(network, x, device)
-    bad = _not_finite(x).to(y.device)
-    known = likelihoods.full(likelihood)
-    with unquoted(*_UNSURE, ValueError):
-        wrong = known.wrong(y, outputs).reshape(y.shape)
-        y = known.taken(torch.where(wrong, torch.zeros_like(y), y), outputs)
-    allowed = known.expected(outputs)  # always asked for: no call may depend on the rows
-    expected = allowed if wrong.any() else "inputs and targets must be finite"
-    bad = bad | (wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong) | _not_finite(y)
-    width, columns = known.columns(outputs.shape[-1]), y.shape[1:].numel()
-    if width not in (None, columns):
-        raise ValueError(
-            f"the targets have {columns} columns and the network predicts {width}; change "
-            f"its last layer"
+    zero = on_bad_rows == "zero"
+    source = opened(data, on_bad_rows)
+    _check_size(source, n)
+    check = Check(*copy.deepcopy((network, likelihood)), source, device)
+    whole, in_place = _whole(source, check.dtype, device, zero)
+    found = _Found(check, len(source), on_bad_rows, counted=n is not None)
+    digest = hashlib.sha256()
+    kept_x: list[Tensor] = []
+    kept_y: Tensor | None = None
+    for start, block in _blocks(source):
+        x, y, bad = found.add(start, block)
+        stop = start + len(y)
+        if whole and not in_place:
+            if kept_y is None:
+                kept_x = [_like(part, len(source), device) for part in x]
+                kept_y = _like(y, len(source), device)
+            for place, part in zip((*kept_x, kept_y), (*x, y), strict=True):
+                place[start:stop] = part
+        elif hashed and not whole and source.fixed:
+            for part in (*x, y, bad):
+                digest.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
+    found.refuse()
+    if not whole:
+        bad_ones, identity = found.bad if zero else None, f"{len(source)}, {digest.hexdigest()}"
+        return StreamedRows(
+            source, check.clean, check.stand_in, device, bad_ones, identity, strict=not zero
         )
-    bad = bad.to(x.device)
-    stand_in = _stand_in(network, likelihood, x, y, device)
-    if on_bad_rows != "zero":
-        refuse_rows(bad, expected, show=show, counted=n is not None)
-        if not _usual(network, likelihood):
-            failing, reason = _failing(network, likelihood, x, y, device, SHOWN, show)
-            cannot = f"the network or the likelihood cannot take them ({reason})"
-            refuse_rows(failing, cannot, show=show, most=SHOWN, counted=n is not None)
-        return Rows(x.to(device), y.to(device))
-    x, y = _filled(x, bad, 0), _filled(y, bad, stand_in)
-    if not _usual(network, likelihood):
-        failing, _ = _failing(network, likelihood, x, y, device, len(x))
-        x, y, bad = _filled(x, failing, 0), _filled(y, failing, stand_in), bad | failing
-    return Rows(x.to(device), y.to(device), ~bad.to(device))
+    if in_place:
+        *kept_x, kept_y = source.run(0, len(source), 0).parts
+        kept_y = check.targets(kept_y)[0].to(device)
+    assert kept_y is not None
+    kept = ~found.bad.mask().to(device) if zero else None
+    return Rows(source.x(kept_x), kept_y, kept, source.fixed)
 
 
-def _tensors(data: Any, n: int | None, on_bad_rows: str) -> tuple[Tensor, Tensor]:
-    if not isinstance(data, tuple | list) or len(data) != 2:
-        raise ValueError(
-            f"data: is {type(data).__name__}; give a pair (inputs, targets) of tensors or arrays"
-        )
-    parts = []
-    for name, part in zip(("inputs", "targets"), data, strict=True):
-        with unquoted(
-            f"data: the {name} are not numbers",
-            "give a tensor or an array, or pass on_bad_rows='zero' to let rows with such cells "
-            "contribute nothing",
-            ValueError,
-        ):
-            values = as_numbers(part) if on_bad_rows == "zero" else part
-            tensor = torch.as_tensor(values).detach()
-        parts.append(tensor.reshape(1) if tensor.dim() == 0 else tensor)
-    x, y = parts
-    if n is None and len(x) != len(y):
+def _like(part: Tensor, count: int, device: torch.device) -> Tensor:
+    return torch.empty(count, *part.shape[1:], dtype=part.dtype, device=device)
+
+
+def _check_size(source: Source, n: int | None) -> None:
+    inputs = {len(array) for array in source.arrays} if isinstance(source, Arrays) else set()
+    if n is None and len(inputs) > 1:
         raise ValueError(
             "data: the numbers of inputs and targets differ; give one target for each input"
         )
-    if n is not None and (len(x) != n or len(y) != n):
+    if isinstance(source, Arrays) and n is not None and inputs != {n}:
+        count, targets = len(source.arrays[0]), len(source)
         raise ValueError(
-            f"the plan is for n={n} records and the data has {len(x)} inputs and {len(y)} targets; "
-            f"plan with n={len(x)}"
+            f"the plan is for n={n} records and the data has {count} inputs and {targets} targets; "
+            f"plan with n={count}"
         )
-    return x, y
-
-
-def _outputs(network: nn.Module, x: Tensor, device: torch.device) -> Tensor:
-    """Return the network's output for two public examples of the inputs' shape."""
-    example = torch.zeros(2, *x.shape[1:], dtype=x.dtype, device=device)
-    try:
-        with _quietly(network):
-            outputs = network(example)
-    except (RuntimeError, IndexError, TypeError, AttributeError) as error:
+    if n is not None and len(source) != n:
         raise ValueError(
-            f"the network cannot take inputs of shape {tuple(x.shape[1:])} and type {x.dtype} "
-            f"({first_line(error)}); reshape or convert them"
-        ) from None
-    if not isinstance(outputs, Tensor) or outputs.dim() < 2 or len(outputs) != 2:
-        found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-        raise ValueError(
-            f"the network returned {found} for 2 examples of shape {tuple(x.shape[1:])}; it must "
-            f"return a tensor with one row per example"
+            f"the plan is for n={n} records and the data has {len(source)}; plan with "
+            f"n={len(source)}"
         )
-    return outputs
 
 
-def _not_finite(values: Tensor) -> Tensor:
-    """Return which rows hold NaN or infinity; a finite sum says quickly that none does."""
-    if not values.is_floating_point() or values.sum().isfinite():
-        return torch.zeros(len(values), dtype=torch.bool, device=values.device)
-    return ~values.reshape(len(values), -1).isfinite().all(1)
+def _whole(
+    source: Source, dtype: torch.dtype, device: torch.device, zero: bool
+) -> tuple[bool, bool]:
+    """Return whether all rows are held at once, and whether where they are already.
 
-
-def _filled(values: Tensor, bad: Tensor, stand_in: float) -> Tensor:
-    return values.masked_fill(bad.view(-1, *[1] * (values.dim() - 1)).to(values.device), stand_in)
-
-
-def _usual(network: nn.Module, likelihood: Likelihood) -> bool:
-    """Say whether no value of a finite row can make a network or likelihood raise."""
-    return likelihoods.full(likelihood).never_raises and all(
-        type(module).__module__.startswith(("torch.nn.modules.", "dpbnn."))
-        and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        for module in network.modules()
-    )
-
-
-def _stand_in(
-    network: nn.Module, likelihood: Likelihood, x: Tensor, y: Tensor, device: torch.device
-) -> float:
-    """Return a public target that the likelihood takes, for rows that contribute nothing."""
-    known = likelihoods.full(likelihood)
-    if known.never_raises:
-        return known.stand_ins[0]
-    example = torch.zeros(2, *x.shape[1:], dtype=x.dtype, device=device)
-    target = torch.zeros(2, *y.shape[1:], dtype=y.dtype, device=device)
-    reason = ""
-    for value in known.stand_ins:
-        try:
-            with _quietly(network):
-                likelihood.log_prob(network(example), target.fill_(value))
-        except Exception as error:
-            reason = reason or first_line(error)
-        else:
-            return value
-    raise ValueError(
-        f"{type(likelihood).__name__} cannot take targets of shape {tuple(y.shape[1:])} and type "
-        f"{y.dtype}, neither {' nor '.join(map(str, known.stand_ins))} ({reason}); change the "
-        f"targets or the likelihood"
-    )
-
-
-def _failing(
-    network: nn.Module,
-    likelihood: Likelihood,
-    x: Tensor,
-    y: Tensor,
-    device: torch.device,
-    most: int,
-    show: bool = False,
-) -> tuple[Tensor, str]:
-    """Return which rows the network or the likelihood raises on, `most` at most, and why.
-
-    What was raised may quote the rows: unless they may be shown, its type alone is returned.
+    They are copied whole within the limit alone. A dataset that is not fixed is always read anew.
     """
-    bad: list[int] = []
-    reasons: list[str] = []
+    if not source.fixed and not isinstance(source, Arrays):
+        return False, False
+    floats = [part for part in source.parts[:-1] if part.dtype.is_floating_point]
+    width = source.record_bytes + sum(
+        part.nbytes // part.dtype.itemsize * dtype.itemsize - part.nbytes for part in floats
+    )
+    if isinstance(source, Arrays) and source.held and not zero and source.missing is None:
+        inputs_there = [array for array in source.arrays[:-1] if isinstance(array, Tensor)]
+        if all(
+            array.device.type == device.type
+            and (array.dtype == dtype or not array.is_floating_point())
+            for array in inputs_there
+        ):
+            return True, True
+    return width * len(source) <= source.memory, False
 
-    def search(start: int, stop: int) -> None:
-        if len(bad) >= most:
+
+def _blocks(source: Source) -> Iterator[tuple[int, Block]]:
+    """Yield the records in pieces, with the number of the first; an empty piece where none is."""
+    size, count = max(8, _PIECE // source.record_bytes // 8 * 8), len(source)
+    if not isinstance(source, Records):
+        for start in range(0, max(1, count), size):
+            yield start, source.run(start, min(start + size, count), 0)
+        return
+    size = min(size, _RECORDS)
+    numbers = (torch.arange(at, min(at + size, count)) for at in range(0, count, size))
+    for records, block in ahead(source, numbers, 0, lambda records, block: block):
+        yield int(records[0]), block
+
+
+class _Found:
+    """What the pass over the data has found so far.
+
+    Args:
+        check: looks at a piece.
+        count: number of records.
+        on_bad_rows: as in `fit`.
+        counted: whether messages may say how many rows are bad.
+    """
+
+    def __init__(self, check: Check, count: int, on_bad_rows: str, *, counted: bool) -> None:
+        self.check, self.mode, self.counted = check, on_bad_rows, counted
+        self.bad, self.fails = Bits(count), Bits(0 if check.usual else count)
+        self.wrong, self.unlike, self.unloaded, self.reason = False, False, False, ""
+
+    def add(self, start: int, block: Block) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Look at a piece; return it as the network takes it, without what is bad."""
+        x, y, bad, wrong = self.check.look(block)
+        self.wrong = self.wrong or wrong
+        self.unlike = self.unlike or block.unlike
+        if block.loaded is not None:
+            self.unloaded = self.unloaded or not bool(block.loaded.all())
+        stand_in = self.check.stand_in
+        zero, show = self.mode == "zero", self.mode == "show"
+        if zero or not self.check.usual:
+            x, y = [filled(part, bad, 0) for part in x], filled(y, bad, stand_in)
+        if not self.check.usual:
+            most = len(y) if zero else SHOWN - self.fails.total
+            fails, reason = self.check.failing(x, y, most, show)
+            self.reason = self.reason or reason
+            if zero:
+                x, y = [filled(part, fails, 0) for part in x], filled(y, fails, stand_in)
+                bad = bad | fails.to(bad.device)
+            else:
+                self.fails.put(start, fails)
+        self.bad.put(start, bad)
+        return x, y, bad
+
+    def refuse(self) -> None:
+        """Raise for what was found, unless bad rows contribute nothing."""
+        if self.unlike:
+            raise ValueError(
+                "data: records differ in shape or type; make all of them alike, such as by padding "
+                "them to one length"
+            )
+        if self.mode == "zero":
             return
-        try:
-            outputs = network(x[start:stop].to(device))
-            likelihood.log_prob(outputs, y[start:stop].to(device))
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        except Exception as error:
-            public = show or isinstance(error, _NoSuchIndex)
-            reasons.append(first_line(error) if public else kind_of(error))
-            if "CUDA" in first_line(error):
-                which = f"rows {start} to {stop - 1}" if show else "some rows"
-                alone(
-                    ValueError(
-                        f"the network or the likelihood fails on {which} ({reasons[-1]}); start "
-                        f"again and fit with device='cpu' to find which"
-                    )
-                )
-        else:
-            return
-        if stop - start == 1:
-            bad.append(start)
-        else:
-            middle = (start + stop) // 2
-            search(start, middle)
-            search(middle, stop)
-
-    with _quietly(network), _strict_embeddings(network):
-        for start in range(0, len(x), _CHUNK):
-            search(start, min(start + _CHUNK, len(x)))
-    failing = torch.zeros(len(x), dtype=torch.bool, device=x.device)
-    failing[bad] = True
-    return failing, next(iter(reasons), "")
-
-
-class _NoSuchIndex(IndexError):
-    """An index that an Embedding does not hold; its text is about the Embedding alone."""
-
-
-@contextlib.contextmanager
-def _strict_embeddings(network: nn.Module) -> Iterator[None]:
-    """Let Embeddings say which indices they take; on a GPU they would end the process."""
-
-    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        indices = args[0] if args else kwargs["input"]
-        if ((indices < 0) | (indices >= module.num_embeddings)).any():
-            raise _NoSuchIndex(f"an Embedding takes indices from 0 to {module.num_embeddings - 1}")
-
-    handles = [
-        module.register_forward_pre_hook(hook, with_kwargs=True)
-        for module in network.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextlib.contextmanager
-def _quietly(network: nn.Module) -> Iterator[None]:
-    """Let a network be evaluated without a trace in the random numbers."""
-    held = [part for module in network.modules() for part in vars(module).values()]
-    states = {g: g.get_state() for g in held if isinstance(g, torch.Generator)}
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    network.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            yield
-    finally:
-        for generator, state in states.items():
-            generator.set_state(state)
+        said = {"show": self.mode == "show", "counted": self.counted}
+        finite = "inputs and targets must be finite"
+        if self.unloaded:
+            finite = f"records must load as numbers, and {finite}"
+        if self.bad.total:
+            refuse_rows(self.bad.mask(), self.check.expected if self.wrong else finite, **said)
+        if self.fails.total:
+            cannot = f"the network or the likelihood cannot take them ({self.reason})"
+            refuse_rows(self.fails.mask(), cannot, most=SHOWN, **said)

@@ -23,6 +23,7 @@ from dpbnn.methods.method import Method, OpenProcess, Problem, Process
 from dpbnn.methods.watch import Watch, taken
 from dpbnn.mixtures import GaussianMixture, checked_points
 from dpbnn.networks import LearnedNoise, training_mode
+from dpbnn.networks.inputs import arguments
 from dpbnn.open_training import OpenRun
 from dpbnn.posteriors import Posterior
 from dpbnn.posteriors.evaluate import unfused_attention
@@ -85,9 +86,11 @@ def fit(
         model: a network (copied, left as it was), or a function that makes one, run under `seed`.
             It is trained in training mode; frozen modules, and BatchNorm layers, that are given in
             evaluation mode stay there.
-        data: (inputs, targets), tensors or arrays with one row per record; inputs alone, or
-            (inputs, None), for a `GaussianMixture`. They have plan.n rows; under add/remove any
-            number of them, also none.
+        data: (inputs, targets), tensors, arrays or memory maps with one row per record; inputs
+            alone, or (inputs, None), for a `GaussianMixture`. Inputs may be a tuple of tensors, or
+            a mapping of them, which the network gets by name. Or a `torch.utils.data.Dataset` with
+            records by number, a Hugging Face dataset, or a `DataSource`, which also takes Parquet
+            and Arrow files. They have plan.n records; under add/remove any number, also none.
         likelihood: "categorical", "gaussian", "heteroscedastic", or a likelihood object.
         prior: of the weights; standard normal by default.
         method: settings of a method, such as SGD, SGLD, SGHMC, BBP, VI, MCDropout or SEP.
@@ -165,9 +168,10 @@ def fit(
             )
             owners.check(data)
             size = None if size is None else len(owners.order)
-        rows = checked_rows(data, network, likely, size, place, on_bad_rows)
+        rows = checked_rows(data, network, likely, size, place, on_bad_rows, out is not None)
         if units is not None:
             rows = rows.by_unit(owners)
+        rows.check_batches(settled.sampler.most(0))
         watch.check()
         problem = Problem(
             network, watch.likelihood, prior, settled.n, settled.batch_size, settled.steps,
@@ -268,14 +272,14 @@ class _Run(Run):
     def __post_init__(self) -> None:
         super().__post_init__()
         drawn = self.process.draw(self.state)
-        self.like: Any = self.process.contribute(drawn, self.x[:0], self.y[:0])  # or refuses
+        self.like: Any = self.process.contribute(drawn, *self.rows.none())  # or refuses
         self.captured: CapturedStep | None = None
 
     def train(self, progress: bool) -> None:
         """Run the remaining steps; an interrupt leaves a checkpoint to resume from."""
         size = sum(p.numel() for p in self.process.model.parameters())
-        small = threads_for(self.plan.batch_size, size, self.x.shape[1:])
-        batches = self.batches()
+        small = threads_for(self.plan.batch_size, size, arguments(self.rows.none()[0])[0].shape[1:])
+        batches = self.rows.ahead(self.batches())
         self.captured = self._captured()
         if self.captured is not None:
             batches = self.captured.ahead(batches)
@@ -293,8 +297,8 @@ class _Run(Run):
         """Return the step as CUDA graphs, where the run is on a GPU and nothing is in the way."""
         limit, public = self.problem.microbatch_size, self.plan.relation.public_size
         fits = CapturedStep.fits(self.state, self.like)
-        single = self.rows.units is None
-        if self.observers or limit is not None or not (public and fits and single):
+        whole = isinstance(self.x, Tensor) and self.rows.units is None
+        if self.observers or limit is not None or not (public and fits and whole):
             return None
         foreign = own_code(self.process.model, self.problem.likelihood)
         if foreign is not None:
@@ -349,13 +353,11 @@ class _Run(Run):
             drawn, whose = owners.batch(batch)
             most = owners.most_rows(self.plan.sampler.most(self.step))
             by_unit = {"units": whose, "most_rows": most}
-        records = drawn.to(self.x.device)
-        kept = self.rows.kept
         with self._drawing():
             state = self.process.draw(self.state)
+            x, y, keep = self.rows.take(drawn)
             with unquoted(*FAILED, let=(UnsupportedModel,)):
-                contributions = self.process.contribute(state, self.x[records], self.y[records])
-            keep = None if kept is None else kept[records]
+                contributions = self.process.contribute(state, x, y)
             release = self.gate(
                 contributions, noise_multiplier=sigma, keep=keep, records=whose, **by_unit
             )

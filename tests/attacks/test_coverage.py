@@ -8,7 +8,7 @@ import broken_versions as broken
 from twins import TWINS
 
 HERE = Path(__file__).parent
-REQUIRED = {*range(33, 50), *range(51, 57)}
+REQUIRED = {*range(33, 50), *range(51, 57), 60}
 
 
 def load(path):

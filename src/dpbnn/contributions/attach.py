@@ -23,6 +23,8 @@ from dpbnn.likelihoods import Likelihood
 from dpbnn.likelihoods import likelihood as named_likelihood
 from dpbnn.messages import unquoted
 from dpbnn.networks.gaussian import GaussianLayer
+from dpbnn.networks.inputs import arguments as as_arguments
+from dpbnn.networks.inputs import called, each
 from dpbnn.networks.layers import is_whole, registered, rule_of
 from dpbnn.privacy.checks import first_line, quoted
 from dpbnn.privacy.module_state import Change
@@ -30,16 +32,12 @@ from dpbnn.privacy.module_state import Change
 Space = Literal["weights", "parameters"]
 LikelihoodLike = str | Likelihood | Callable[[Any, Any], Tensor]
 DataFree = Mapping[str, Tensor] | Callable[[Draws], Mapping[str, Tensor]]
-Inputs = Tensor | tuple[Tensor, ...]
+Inputs = Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
 _PARTS = ("mu", "rho")
 _FAILED = (
     "the network or the likelihood raised an error on this batch",
     "run them on public rows of that shape to see more",
 )
-
-
-def _arguments(x: Inputs) -> tuple[Tensor, ...]:
-    return x if isinstance(x, tuple) else (x,)
 
 
 def _log_prob(likelihood: LikelihoodLike) -> Callable[[Any, Any], Tensor]:
@@ -237,7 +235,7 @@ class Attached:
             made = replayed if unit.rule is None else recorded
             forwards[module] = made(module, unit, recorder)
         with replaced_forwards(forwards):
-            log_prob = self.log_prob(model(*x), y)
+            log_prob = self.log_prob(called(model, x), y)
         tensor = isinstance(log_prob, Tensor)
         if not tensor or log_prob.shape != (recorder.batch,):
             kind = type(log_prob).__name__
@@ -287,13 +285,18 @@ class Attached:
 
     def _signature(self, x: tuple[Tensor, ...], y: Tensor) -> Any:
         kinds = [(t.dim(), t.dtype) for t in (*x, y)]
-        return (*kinds, *((type(module), module.training) for module in self.model.modules()))
+        names = getattr(x, "names", ())
+        return (
+            *kinds,
+            names,
+            *((type(module), module.training) for module in self.model.modules()),
+        )
 
     def probe(self, x: Inputs, y: Tensor) -> None:
         """Check on a few public examples that contributions are per example and complete."""
         from dpbnn.contributions.probe import probe
 
-        arguments = _arguments(x)
+        arguments = as_arguments(x)
         signature = self._signature(arguments, y)
         try:
             self._layouts[signature] = probe(self, arguments, y)
@@ -315,12 +318,12 @@ class Attached:
         """Return the contributions of a batch.
 
         Args:
-            x: the model's input, or a tuple of its positional inputs.
+            x: the model's input, a tuple of its positional inputs, or a mapping of named ones.
             y: targets, one row per example.
             data_free: gradients inside the clip for this batch, instead of those attached.
             draws: of the weights, from `draw`; fresh ones by default.
         """
-        model, arguments = self.model, _arguments(x)
+        model, arguments = self.model, as_arguments(x)
         if not all(isinstance(t, Tensor) and t.dim() for t in (*arguments, y)):
             kinds = [type(t).__name__ for t in (*arguments, y)]
             raise TypeError(
@@ -351,9 +354,8 @@ class Attached:
         def part(first: int, last: int) -> NetworkContributions:
             rows = slice(first, last)
             with unquoted(*_FAILED, let=(UnsupportedModel,)):
-                return self.record(
-                    tuple(t[rows] for t in arguments), y[rows], draws, constants, found
-                )
+                chosen = each(lambda t: t[rows], arguments)
+                return self.record(chosen, y[rows], draws, constants, found)
 
         size = self.microbatch_size
         if size is None or len(y) <= size:
@@ -428,7 +430,7 @@ def contributions(
     Args:
         model: any network.
         likelihood: as in `attach`.
-        x: the model's input, or a tuple of its positional inputs.
+        x: the model's input, a tuple of its positional inputs, or a mapping of named ones.
         y: targets, one row per example.
         data_free: as in `attach`.
         options: further arguments of `attach`.

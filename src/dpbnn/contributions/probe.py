@@ -13,10 +13,10 @@ from dpbnn.contributions.dense import UnsupportedModel
 from dpbnn.contributions.recorded import NetworkContributions, random_state
 from dpbnn.contributions.tape import Key, layouts, replaced_forwards
 from dpbnn.networks.gaussian import GaussianLayer
+from dpbnn.networks.inputs import Arguments, called, each
 from dpbnn.networks.layers import rules_in
 from dpbnn.privacy.module_state import ModuleState
 
-Arguments = tuple[Tensor, ...]
 Gradients = Mapping[str, Tensor]
 EXAMPLES = 8
 _MASKING = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)
@@ -37,7 +37,7 @@ def synthetic(model: nn.Module, x: Arguments, y: Tensor) -> tuple[Arguments, Ten
             return draw(shape, generator=source).to(t)
         return torch.randint(0, high, shape, generator=source).to(t)
 
-    return tuple(like(t, min(tables, default=2), False) for t in x), like(y, 2, True)
+    return each(lambda t: like(t, min(tables, default=2), False), x), like(y, 2, True)
 
 
 @contextmanager
@@ -91,7 +91,7 @@ class _Probe:
             torch.cuda.manual_seed(0)
 
     def rows(self, rows: list[int]) -> tuple[Arguments, Tensor]:
-        return tuple(_take(t, rows) for t in self.x), _take(self.y, rows)
+        return each(lambda t: _take(t, rows), self.x), _take(self.y, rows)
 
     def find_layouts(self) -> dict[Key, str]:
         one = self.attached.discover(*self.rows([0, 1, 2]), self.draws[0])
@@ -132,7 +132,7 @@ class _Probe:
                 forwards[layer] = _fixed(layer, weights)
             leaves = {n: leaf for n, leaf in leaves.items() if n in attached.shapes}
             with torch.enable_grad(), replaced_forwards(forwards):
-                nll = -attached.log_prob(model(*x), y) / len(self.draws)
+                nll = -attached.log_prob(called(model, x), y) / len(self.draws)
                 chosen = nll.sum() if which is None else nll[which]
                 values = torch.autograd.grad(chosen, list(leaves.values()), allow_unused=True)
             for (name, leaf), value in zip(leaves.items(), values, strict=True):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbnn.likelihoods import full
+from dpbnn.networks.inputs import called, each
 from dpbnn.posteriors.evaluate import Draws, Inputs, evaluation, number_stream
 from dpbnn.posteriors.posterior import Posterior, predictive_from
 from dpbnn.predictive import Predictive
@@ -147,7 +148,7 @@ def _mask_shapes(model: nn.Module, inputs: Inputs) -> dict[str, torch.Size]:
         if isinstance(module, _Mask)
     ]
     with torch.no_grad(), evaluation(model):
-        model(*(torch.zeros_like(part[:1]) for part in inputs))
+        called(model, each(lambda part: torch.zeros_like(part[:1]), inputs))
     for hook in hooks:
         hook.remove()
     return shapes

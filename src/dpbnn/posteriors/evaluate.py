@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from dpbnn.messages import unquoted
-
-Inputs = tuple[Tensor, ...]
+from dpbnn.networks.inputs import Arguments as Inputs
+from dpbnn.networks.inputs import Keywords, called, each
 
 # Activations of one draw beyond which one draw alone keeps the machine busy, so that a loop over
 # draws is as fast as one vectorised pass and smaller.
@@ -73,11 +73,12 @@ def evaluate(
         memory_limit = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2**30
     if precision not in _TF32:
         raise ValueError(f"precision={precision!r} must be one of {', '.join(map(repr, _TF32))}.")
+    zeros = each(lambda t: torch.zeros_like(t[:2]), inputs)
     with (
         torch.no_grad(),
         evaluation(model),
         _matrix_products(device, precision),
-        unquoted(*_FAILED, public=lambda: model(*(torch.zeros_like(t[:2]) for t in inputs))),
+        unquoted(*_FAILED, public=lambda: called(model, zeros)),
     ):
         active = _activations(model, inputs)
         width = inputs[0].dtype.itemsize if inputs[0].is_floating_point() else 4
@@ -91,7 +92,8 @@ def evaluate(
         for start in range(0, draws.count, chunk):
             drawn = draws.take(min(chunk, draws.count - start))
             for begin in range(0, size, batch_size):
-                part = tuple(t[begin : begin + batch_size] for t in inputs)
+                rows = slice(begin, begin + batch_size)
+                part = each(lambda t, rows=rows: t[rows], inputs)  # type: ignore[misc]
                 found = _forward(model, drawn, part, draws.masks or not busy)
                 if outputs is None:
                     outputs = found.new_empty((draws.count, size, *found.shape[2:]))
@@ -109,6 +111,9 @@ def _forward(
     def single(weights: dict[str, Tensor]) -> Tensor:
         # Tied here: torch's own way leaves a module that is used twice at the drawn weights.
         tied = {place: weights[name] for name in weights for place in tied_to.get(name, [name])}
+        if isinstance(inputs, Keywords):
+            named = dict(zip(inputs.names, inputs, strict=True))
+            return functional_call(model, tied, (), named, tie_weights=False)
         return functional_call(model, tied, inputs, tie_weights=False)
 
     if together and len(next(iter(drawn.values()))) > 1:
@@ -151,7 +156,7 @@ def _count_activations(model: nn.Module, inputs: Inputs) -> int:
 
     hooks = [m.register_forward_hook(count) for m in model.modules() if not list(m.children())]
     try:
-        model(*(t[:1] for t in inputs))
+        called(model, each(lambda t: t[:1], inputs))
     finally:
         for hook in hooks:
             hook.remove()

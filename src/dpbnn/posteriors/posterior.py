@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dpbnn.likelihoods import full
 from dpbnn.likelihoods import likelihood as named_likelihood
 from dpbnn.messages import unquoted
+from dpbnn.networks.inputs import arguments, each
 from dpbnn.notebook import Shown
 from dpbnn.posteriors import folder as folders
 from dpbnn.posteriors.evaluate import Draws, Inputs, evaluate
@@ -119,7 +120,8 @@ class Posterior(Shown, ABC):
         the same draws on a device whatever the chunks.
 
         Args:
-            x: inputs, examples first; a tuple for a network of several arguments.
+            x: inputs, examples first; a tuple for a network of several arguments, or a mapping of
+                their names.
             samples: number S of weight draws; posteriors with fewer use all they have.
             batch_size: examples per pass; as many as fit by default.
             seed: of the draws; fresh ones by default.
@@ -177,10 +179,7 @@ class Posterior(Shown, ABC):
         tensor = next((p for p in self.model.parameters() if p.is_floating_point()), None)
         dtype = torch.get_default_dtype() if tensor is None else tensor.dtype
         with unquoted("x cannot be read as tensors", "give a tensor or an array", ValueError):
-            inputs = tuple(
-                torch.as_tensor(part, device=self.device)
-                for part in (x if isinstance(x, tuple) else (x,))
-            )
+            inputs = each(lambda part: torch.as_tensor(part, device=self.device), arguments(x))
         if len({part.shape[:1] for part in inputs}) != 1 or not (
             inputs[0].dim() and len(inputs[0])
         ):
@@ -188,7 +187,7 @@ class Posterior(Shown, ABC):
             raise ValueError(
                 f"x has shapes {shapes}; pass at least one example, examples on the first axis."
             )
-        return tuple(part.to(dtype) if part.is_floating_point() else part for part in inputs)
+        return each(lambda part: part.to(dtype) if part.is_floating_point() else part, inputs)
 
 
 def predictive_from(likelihood: object, outputs: Tensor) -> Predictive:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 import sys
 import warnings
@@ -95,12 +96,21 @@ def checked_unit(name: str) -> str:
 
 
 def check_one_process() -> None:
-    """Raise under torchrun and its like, where every process would train a model of its own."""
+    """Raise where several processes would make the releases of one script, and state their own.
+
+    So it is under torchrun and its like, and in a process that `multiprocessing` has spawned from a
+    script which is not guarded: that runs the whole script again before it begins its work.
+    """
     size = os.environ.get("WORLD_SIZE", "1")
     if size.strip() not in ("", "0", "1"):
         raise RuntimeError(
             f"WORLD_SIZE={size}: several processes were started together, and each would make "
             f"releases of its own and state only those; start one process, or unset WORLD_SIZE"
+        )
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "a worker process runs the script that started it, and would make its releases once "
+            "more; put `if __name__ == '__main__':` around what the script runs"
         )
 
 
