@@ -86,9 +86,12 @@ def check_count(least: int = 1, **values: Any) -> None:
 def check_one_process() -> None:
     """Raise under torchrun and its like, where every process would train a model of its own."""
     size = os.environ.get("WORLD_SIZE", "1")
-    if size.strip() not in ("", "0", "1"):
+    dist: Any = sys.modules.get("torch.distributed")  # this module does without torch
+    joined = dist.get_world_size() if dist and dist.is_available() and dist.is_initialized() else 1
+    if size.strip() not in ("", "0", "1") or joined > 1:
+        given = f"a process group of {joined}" if joined > 1 else f"WORLD_SIZE={size}"
         raise RuntimeError(
-            f"WORLD_SIZE={size}: several processes were started together, and each would make "
+            f"{given}: several processes were started together, and each would make "
             f"releases of its own and state only those; start one process, or unset WORLD_SIZE"
         )
 
