@@ -23,7 +23,18 @@ import windows
 from torch import nn
 
 import dpbnn
-from dpbnn import audit, checkpoint, messages, networks, resume, rows, runs, storage, training
+from dpbnn import (
+    audit,
+    checkpoint,
+    messages,
+    networks,
+    ranks,
+    resume,
+    rows,
+    runs,
+    storage,
+    training,
+)
 from dpbnn.calibration import release
 from dpbnn.contributions import Contributions, DenseContributions, outer, recorded, sites
 from dpbnn.contributions.attach import Attached
@@ -722,7 +733,7 @@ def keys_never_move_on(patch: Patch) -> None:
 
 
 def several_processes_train_at_once(patch: Patch) -> None:
-    for module in (gate, training):
+    for module in (gate, ranks):
         patch.setattr(module, "check_one_process", lambda: None)
 
 

@@ -17,6 +17,7 @@ from dpbnn.privacy.checks import check_one_process
 from dpbnn.privacy.contracts import Auditor, Clippable, Replayed
 from dpbnn.privacy.events import Event, check_relation
 from dpbnn.privacy.grid import RESOLUTION, spacing
+from dpbnn.privacy.group import Group, Shares
 from dpbnn.privacy.ledger import Attempt, Ledger
 from dpbnn.privacy.mechanisms import GaussianNoise, Mechanism
 from dpbnn.privacy.noise import NoiseSource
@@ -74,6 +75,10 @@ class Gate:
     without a sampler the event claims no amplification. An empty batch is released as noise.
     Threads take turns; a forked process has reserved nothing, and cannot use what its parent has.
 
+    Over several processes the group's rank 0 charges the ledger, and no rank computes anything of a
+    release before it was told so; rank 0 alone adds noise, once, to the sum over all ranks. The
+    others get the release.
+
     With clip=inf and noise_multiplier=0 the gate is open: what passes is not private, and the
     ledger and the statement say so.
 
@@ -94,6 +99,7 @@ class Gate:
         watchers: get the clipped norms of every release, for the data holder's eyes; what they
             do comes after the release and reaches it in no way.
         auditor: makes the releases of an audit, which are not private; see `Auditor`.
+        group: the processes that make the releases together; this one alone by default.
     """
 
     def __init__(
@@ -110,14 +116,17 @@ class Gate:
         attempt: Attempt | None = None,
         watchers: Sequence[Watcher] = (),
         auditor: Auditor | None = None,
+        group: Group | None = None,
     ) -> None:
-        check_one_process()
+        self.group = Group() if group is None else group
+        if self.group.size == 1:
+            check_one_process()
         if attempt is not None and noise is None:
             raise ValueError("attempt: goes with its noise; pass the source that it began with")
         self.clips = dict(clip) if isinstance(clip, Mapping) else {"": float(clip)}
-        for group, value in self.clips.items():
+        for name, value in self.clips.items():
             if not value > 0:
-                raise ValueError(f"clip={value}{f' of {group!r}' if group else ''}: must be > 0")
+                raise ValueError(f"clip={value}{f' of {name!r}' if name else ''}: must be > 0")
         self.clip = math.hypot(*self.clips.values())
         if not self.clips:
             raise ValueError("clip: no groups were given; give a number or one clip per group")
@@ -139,7 +148,9 @@ class Gate:
         self._reserved: deque[float] = deque()
         if attempt is not None and self.noise.private:
             own = self._event(self.noise_multiplier, 1, 0)
-            self._reserved.extend(self.ledger.covered(attempt, step, self.clip, own))
+            self._reserved.extend(
+                self.group.first(lambda: self.ledger.covered(attempt, step, self.clip, own))
+            )
 
     @property
     def sensitivity(self) -> float:
@@ -166,9 +177,11 @@ class Gate:
             if self._auditor is None:
                 hidden = sigma if self.noise.private else 0.0
                 first = self.step + len(self._reserved)
-                self.ledger.spend(
-                    self._event(hidden, count, first),
-                    label=self.label, clip=self.clip, attempt=self.attempt, step=first,
+                self.group.first(
+                    lambda: self.ledger.spend(
+                        self._event(hidden, count, first),
+                        label=self.label, clip=self.clip, attempt=self.attempt, step=first,
+                    )
                 )  # fmt: skip
             else:
                 self.ledger.observe()
@@ -220,15 +233,19 @@ class Gate:
                 )
             step, self.step = self.step, self.step + 1
             norms: list[Tensor] = []
-            if self._auditor is None:
-                release = self._noised(self._summed(contributions, keep, norms), sigma)
-            else:
+            if self._auditor is not None:
                 masked = self._auditor.keep(records, contributions.batch_size)
                 if masked is not None:
                     keep = masked if keep is None else keep & masked.to(keep.device)
-                sums = self._summed(contributions, keep, norms)
+            sums = self._summed(contributions, keep, norms, sigma)
+            release = {}
+            if self.group.rank == 0 and self._auditor is None:
+                release = self._noised(sums, sigma)
+            elif self.group.rank == 0 and self._auditor is not None:
                 release = self._auditor.release(self, self._event(sigma, 1, step), sums)
-            if isinstance(contributions, Replayed):
+            if isinstance(contributions, Shares):
+                release = contributions.spread(release)
+            elif isinstance(contributions, Replayed):
                 release = contributions.released(release)
             else:
                 release = {n: value.to(contributions.dtype) for n, value in release.items()}
@@ -262,9 +279,13 @@ class Gate:
             contributions.summed_in = torch.float64
             rows = _UNKNOWN if self.sampler is None else max(_UNKNOWN, 2 * rows)
         spread = sigma * math.sqrt(sum(math.prod(s) for s in contributions.shapes.values()))
+        if isinstance(contributions, Shares):
+            spread *= contributions.roundings(self.ledger.relation.public_size)
         if spread * RESOLUTION[dtype] > _COARSE:
             dtype = torch.float64
-        spacing(sigma * self.clip, dtype)
+        step = spacing(sigma * self.clip, dtype)
+        if isinstance(contributions, Shares):
+            contributions.check_range(rows * self.clip / step)
         least = _SMALLEST_CLIP[contributions.dtype]
         if (smallest := min(self.clips.values())) < least:
             raise ValueError(
@@ -280,12 +301,17 @@ class Gate:
         return _Precision(share, dtype)
 
     def _summed(
-        self, contributions: Clippable, keep: Tensor | None, norms: list[Tensor]
+        self, contributions: Clippable, keep: Tensor | None, norms: list[Tensor], sigma: float
     ) -> dict[str, Tensor]:
-        """Return the clipped sum; contributions that are replayed get the function that makes it.
+        """Return the clipped sum; shares and replayed ones get the function that makes it.
 
-        It depends on what is computed of the clip alone, which is their key.
+        For these it depends on what is computed of the clip alone, which is their key.
         """
+        if isinstance(contributions, Shares):
+            g = spacing(sigma * self.clip, self._precision.dtype) if sigma > 0 else 0.0
+            return contributions.total(g, keep, lambda c, k: self._clipped_sum(c, k, norms))
+        if self.group.size > 1:
+            raise ValueError("contributions: over several processes, give them as `Shares`")
         if not isinstance(contributions, Replayed):
             return self._clipped_sum(contributions, keep, norms)
         if self._watchers or not self.ledger.relation.public_size:
