@@ -148,8 +148,10 @@ def joined() -> Iterator[Group]:
         dist.init_process_group("gloo")
     size = dist.get_world_size()
     shards = max(SHARDS, 1 << (size - 1).bit_length())
-    transport = dist.new_group(backend="gloo")
+    group = Ranks(dist.get_rank(), size, shards, dist.new_group(backend="gloo"))
     try:
-        yield Ranks(dist.get_rank(), size, shards, transport)
+        yield group
     finally:
+        transport, group.transport = group.transport, None
         dist.destroy_process_group(transport)
+        del transport  # the last reference: connections close, so that nobody waits for this rank
