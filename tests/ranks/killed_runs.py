@@ -38,6 +38,8 @@ _ENTROPY = os.urandom  # the real one, also under pytest
 def worker(folder, secret):
     """Return what one rank does: train, with releases logged, and return all numbers."""
 
+    chosen = plan(steps=STEPS)
+
     def work(rank):
         noised, new = Gate._noised, checkpoint.Keys.new
 
@@ -66,9 +68,10 @@ def worker(folder, secret):
             out = folder / "run"
             resume = (out / "checkpoint.safetensors").exists()
             posterior = fit(
-                "sgld", dataset(), plan=plan(steps=STEPS), out=out, resume=resume,
+                "sgld", dataset(), plan=chosen, out=out, resume=resume,
                 checkpoint_every=EVERY,
             )  # fmt: skip
+        (folder / "done").touch()
         return numbers(posterior), posterior.privacy.to_dict()
 
     return work
@@ -86,6 +89,20 @@ def trouble(folder):
         found["under-counts"] += 1
     found["noise used twice"] += len(made) - len({key for key, _ in made})
     return found
+
+
+def moment(draw, folder):
+    """Wait until a time to kill: soon after the start, or after some release more."""
+    log, limit = folder / "releases.log", time.monotonic() + 20.0
+    if draw.random() < 0.2:
+        limit = time.monotonic() + draw.uniform(0.0, 1.0)
+    before = log.stat().st_size if log.exists() else 0
+    wanted = before + 130 * draw.randint(1, 10)
+    while time.monotonic() < limit and not (log.exists() and log.stat().st_size >= wanted):
+        if (folder / "done").exists():
+            break
+        time.sleep(0.001)
+    time.sleep(draw.choice([0.0, draw.uniform(0.0, 0.03)]))
 
 
 def killed(kills, seed, folder):
@@ -107,11 +124,10 @@ def killed(kills, seed, folder):
             size, group = draw.choice([1, 2, 2, 3, 4]), here / f"group {attempt}"
             children = begun(size, worker(here, secret), group)
             if dead < kills and attempt <= 6:
-                time.sleep(draw.uniform(0.0, 0.6))
-                victim = draw.choice(children)
-                os.kill(victim, signal.SIGKILL)
-                dead += 1
+                moment(draw, here)
+                os.kill(draw.choice(children), signal.SIGKILL)
             left = ended(children, group, draw.uniform(0.0, 1.5))
+            dead += None in left
             found += trouble(here)
             whole = [part for part in left if isinstance(part, tuple)]
             if len({part[0].numpy().tobytes() for part in whole}) > 1:

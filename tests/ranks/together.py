@@ -51,16 +51,19 @@ def ended(children: list[int], folder: Path, grace: float = DEADLINE) -> list[An
 
     Where one was killed the others get some time to end by themselves, as `torchrun` gives them.
     """
-    deadline, running, late = time.monotonic() + DEADLINE, set(children), False
+    deadline, running = time.monotonic() + DEADLINE, set(children)
+    dead = late = False
     while running:
         for pid in list(running):
             gone, status = os.waitpid(pid, os.WNOHANG)
             if gone:
                 running.remove(pid)
-                if os.waitstatus_to_exitcode(status) < 0:
+                if os.waitstatus_to_exitcode(status) < 0 and not dead:
+                    dead = True
                     deadline = min(deadline, time.monotonic() + grace)
         if running and time.monotonic() > deadline:
-            late = late or grace == DEADLINE
+            late = late or not dead
+            dead = True
             for pid in running:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.002)
