@@ -1392,3 +1392,11 @@ def nobody_compares_what_ranks_were_given(patch: Patch) -> None:
 def nobody_compares_weights(patch: Patch) -> None:
     for name in ("in_step", "check_same_state"):
         patch.setattr(resume, name, lambda group, state, stop=None: stop)
+
+
+def noise_depends_on_the_ranks(patch: Patch) -> None:
+    def drawn(original, self):
+        source = original(self)
+        return NoiseSource.from_key(source.key, source.step, purpose=f"ranks {self.group.size}")
+
+    around(patch, resume.Run, "_noise", drawn)

@@ -236,10 +236,9 @@ class Run(ABC):
             keys = self.folder.keys(before.step)
         if keys is not None and keys.shards < self.group.size:
             raise ValueError(
-                f"{self.out}: this run began with batches in {keys.shards} shards, and cannot go "
-                f"on with the same noise on {self.group.size} processes; start {keys.shards} at "
-                f"most, or delete its keys.json, so that it continues with new noise and pays for "
-                f"it"
+                f"{self.out}: this run divides batches among {keys.shards} processes at most, and "
+                f"cannot go on with the same noise on {self.group.size}; start fewer, or delete "
+                f"its keys.json, so that it continues with new noise and pays for it"
             )
         keys = keys or dataclasses.replace(Keys.new(), shards=shards, threads=threads)
         if self.folder is not None:
