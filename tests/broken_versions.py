@@ -1325,7 +1325,7 @@ def every_rank_adds_its_own_noise(patch: Patch) -> None:
 
     def noised(original, self, values):
         steps = 2.0**19 / math.sqrt(self.size)
-        return original(self, values + (steps * torch.randn(values.shape)).long())
+        return original(self, values + (steps * torch.randn(values.shape)).round())
 
     around(patch, ranks.Ranks, "sum", noised)
     patch.setattr(Gate, "_noised", lambda self, sums, sigma: sums)

@@ -24,7 +24,7 @@ from dpbnn.privacy.group import Group
 
 __all__ = ["SHARDS", "Ranks", "check_same_state", "in_step", "joined"]
 
-SHARDS = 8  # of a batch, for up to as many ranks: their number can change when a run is resumed
+SHARDS = 4  # of a batch, for up to as many ranks: their number can change when a run is resumed
 _PIECE = 1 << 24  # bytes of a file that are sent at once
 T = TypeVar("T")
 
@@ -119,10 +119,9 @@ def in_step(group: Group, state: State, stop: BaseException | None) -> BaseExcep
 
 
 def _bit_sum(values: Tensor) -> Tensor:
-    """Return a sum of the bits of a tensor in which every place has an odd weight of its own."""
-    held = values.detach().cpu().contiguous().view(-1)
-    bits = held.view(torch.int32 if held.itemsize == 4 else torch.int64).long()
-    return (bits * torch.arange(1, 2 * len(bits), 2)).sum()
+    """Return the sum of a tensor's numbers, their bits read as whole numbers."""
+    held = values.detach().cpu().contiguous()
+    return held.view(torch.int32 if held.itemsize == 4 else torch.int64).sum(dtype=torch.int64)
 
 
 def _sendable(error: Exception) -> Exception:

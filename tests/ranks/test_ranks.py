@@ -15,6 +15,7 @@ from twins import fails_on, twins_of
 
 import dpbnn
 from dpbnn.contributions import DenseContributions
+from dpbnn.privacy import group
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.group import Group, Shares
 from dpbnn.privacy.ledger import Ledger
@@ -300,6 +301,22 @@ def test_sums_do_not_depend_on_the_number_of_ranks():
     one, _ = partial_sums(1, values)
     for size in (2, 3, 4, 8):
         assert torch.equal(partial_sums(size, values)[0], one)
+
+
+def test_sums_that_float64_cannot_hold_are_added_in_int64():
+    values = 2 * torch.randn(
+        37, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
+    one, _ = partial_sums(1, values)
+    assert one.dtype is torch.float64
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "_EXACT", 1.0)
+        two, _ = partial_sums(3, values)
+        assert two.dtype is torch.int64
+        assert torch.equal(two.double(), one)
+        patch.setattr(group, "_LARGEST", 1.0)
+        with pytest.raises(ValueError, match="too many to be added over processes"):
+            partial_sums(3, values)
 
 
 def test_a_neighbour_moves_the_whole_numbers_by_no_more_than_the_clip():

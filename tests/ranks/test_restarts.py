@@ -6,7 +6,7 @@ import signal
 import broken_versions as broken
 import pytest
 import torch
-from killed_runs import WRONG, killed
+from killed_runs import WRONG, killed, trouble
 from small_runs import STEPS, fit, numbers, plan
 from together import together
 from twins import fails_on, twins_of
@@ -83,6 +83,14 @@ def test_a_few_kills(tmp_path):
     found = killed(3, 1, tmp_path)
     assert found["kills"] >= 3
     assert not any(found[name] for name in WRONG), found
+
+
+def test_what_the_kills_look_for_would_be_found(tmp_path):
+    (tmp_path / "releases.log").write_text("a one\na one\n")
+    assert trouble(tmp_path)["under-counts"] == 1
+    assert not trouble(tmp_path)["noise used twice"]
+    (tmp_path / "releases.log").write_text("a one\na two\n")
+    assert trouble(tmp_path)["noise used twice"] == 1
 
 
 @pytest.mark.parametrize("twin", twins_of(__name__), ids=str)

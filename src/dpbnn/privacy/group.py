@@ -21,7 +21,8 @@ from dpbnn.privacy.contracts import Clippable
 __all__ = ["Group", "Shares", "shard_of"]
 
 T = TypeVar("T")
-_LARGEST = 2.0**62  # of a sum in steps of the grid, so that no int64 overflows
+_EXACT = 2.0**52  # steps of the grid up to which float64 adds whole numbers exactly
+_LARGEST = 2.0**62  # steps up to which int64 does
 
 
 @dataclasses.dataclass
@@ -81,8 +82,9 @@ class Shares:
 
     **Guarantee.** Every record of the batch is in exactly one shard, by its number alone. The sum
     of a shard is rounded towards zero to the grid of the release, and the sums of shards are whole
-    numbers of its spacing g, added exactly. So the sum of the batch is the same, bit for bit, for
-    every number of ranks, and in whatever order they are added up.
+    numbers of its spacing g, added exactly, in float64 or int64 (`check_range`). So the sum of the
+    batch is the same, bit for bit, for every number of ranks, and in whatever order they are added
+    up.
 
     Where the number of records is public, neighbours differ in one record of one shard, and one
     shard alone is rounded otherwise: sums get g sqrt(d) further apart, as if the batch were one
@@ -108,6 +110,7 @@ class Shares:
         self.batch_size, self.shapes = len(self.records), self.like.shapes
         self.device, self.dtype = self.like.device, self.like.dtype
         self.summed_in = self.like.summed_in
+        self.added_in = torch.float64
         self.numbers = sum(math.prod(shape) for shape in self.shapes.values())
 
     def sum_error(self, rows: int) -> float:
@@ -123,7 +126,8 @@ class Shares:
         return 1 if public_size or self.group.shards == 1 else 2 * self.group.shards
 
     def check_range(self, steps: float) -> None:
-        """Raise where a sum may have more steps of the grid than whole numbers can count."""
+        """Choose how sums are added up exactly, if they have so many steps of the grid at most."""
+        self.added_in = torch.float64 if steps <= _EXACT else torch.int64
         if steps > _LARGEST:
             raise ValueError(
                 f"noise_multiplier: so small that a sum has {steps:.0e} steps of its grid, which "
@@ -144,16 +148,17 @@ class Shares:
             sum_of: returns the clipped sum of contributions, given theirs of `keep`.
         """
         shard = shard_of(self.records, self.group.shards)
-        kind = torch.int64 if g else torch.float64
+        kind = self.added_in if g else torch.float64
         parts = torch.zeros(self.numbers, dtype=kind, device=self.device)
+        views = self._named(parts)
         for number in self.group.mine():
             where = (shard == number).nonzero().flatten()
             own = None if keep is None else keep[where.to(keep.device)]
             with self.contributed(number, self.records[where]) as part:
                 part.summed_in = self.summed_in
-                sums = sum_of(part, own)
-            flat = torch.cat([sums[name].double().reshape(-1) for name in self.shapes])
-            parts += torch.div(flat, g, rounding_mode="trunc").long() if g else flat
+                for name, value in sum_of(part, own).items():
+                    whole = torch.div(value, g, rounding_mode="trunc") if g else value
+                    views[name].add_(whole.to(kind) if kind is torch.int64 else whole)
         parts = self.group.sum(parts)
         return {} if self.group.rank else self._named(parts.double() * (g or 1.0))
 
