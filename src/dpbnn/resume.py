@@ -191,6 +191,11 @@ class Run(ABC):
     def _joint_ledger(self, before: Checkpoint | None) -> Ledger:
         """Return the ledger on rank 0, and on others one in memory that is never charged."""
         opened: list[Ledger] = []
+        if self.group.size > 1 and self.ledger is not None and self.ledger.path is None:
+            raise ValueError(
+                "ledger: is in memory, where the processes of a group do not share it; give it a "
+                "path, or leave it out"
+            )
 
         def name() -> str:
             opened.append(self._opened_ledger(before))

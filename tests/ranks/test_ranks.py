@@ -176,7 +176,7 @@ REFUSED = {
     "SEP: works in one process, and 2 were": {"method": dpbnn.SEP(), "likelihood": "gaussian"},
     "NoiseAware: works in one process": {"method": dpbnn.NoiseAware()},
     "observers=: works in one process": {"observers": [dpbnn.BayesianAccountant()]},
-    "ledger: rank 1 has something else": {"ledger": Ledger},
+    "ledger: is in memory": {"ledger": Ledger},
 }
 
 
@@ -185,11 +185,17 @@ def test_what_ranks_cannot_do_is_refused(words):
     def work(rank):
         options = dict(REFUSED[words])
         if "ledger" in options:
-            options["ledger"] = options["ledger"]()  # in memory: every rank has its own
+            options["ledger"] = options["ledger"]()
         return fit(**options)
 
     for error in together(2, work):
         assert words in str(error)
+
+
+def test_ranks_that_opened_different_ledgers_are_refused(tmp_path):
+    errors = together(2, lambda rank: fit(ledger=Ledger(tmp_path / f"{rank}.jsonl")))
+    for error in errors:
+        assert "ledger: rank 1 has something else than rank 0" in str(error)
 
 
 @fails_on(60, broken.nobody_compares_what_ranks_were_given, other="data")
