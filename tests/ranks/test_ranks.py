@@ -287,7 +287,7 @@ def partial_sums(size, values, shards=8, relation=Relation.ZERO_OUT):
             gate.group,
         )
         gate._precision = gate._precision_of(shares, 1.0)
-        gate._summed(shares, None, [], 1.0)
+        gate._summed(shares, None, [])
     return torch.stack(parts).sum(0), gate
 
 

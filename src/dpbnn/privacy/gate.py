@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import threading
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dpbnn.privacy.checks import check_one_process
-from dpbnn.privacy.contracts import Auditor, Clippable, Replayed
+from dpbnn.privacy.contracts import Auditor, Clippable, Replayed, check_keep
 from dpbnn.privacy.events import Event, check_relation
 from dpbnn.privacy.grid import RESOLUTION, spacing
 from dpbnn.privacy.group import Group, Shares
@@ -41,10 +42,14 @@ _COARSE = 0.05  # share of the clip that rounding may cost before the noise is d
 
 @dataclasses.dataclass(frozen=True)
 class _Precision:
-    """How exact a release is: the share of the clip left for contributions, the noise's dtype."""
+    """How exact a release is: the share of the clip left for contributions, the noise's dtype.
+
+    `step` is the spacing of its grid, or 0.
+    """
 
     share: float
     dtype: torch.dtype
+    step: float = 0.0
 
 
 class Gate:
@@ -209,7 +214,7 @@ class Gate:
         """
         sigma = self._sigma(noise_multiplier)
         self._check_size(contributions.batch_size)
-        _check_keep(keep, contributions.batch_size, self.ledger.relation.public_size)
+        check_keep(keep, contributions.batch_size, self.ledger.relation.public_size)
         self._groups(contributions.shapes)
         self.mechanism.check(contributions.shapes)
         if mean and self.sampler is None:
@@ -237,11 +242,11 @@ class Gate:
                 masked = self._auditor.keep(records, contributions.batch_size)
                 if masked is not None:
                     keep = masked if keep is None else keep & masked.to(keep.device)
-            sums = self._summed(contributions, keep, norms, sigma)
-            release = {}
-            if self.group.rank == 0 and self._auditor is None:
+            sums = self._summed(contributions, keep, norms)
+            release: dict[str, Tensor] = {}
+            if not self.group.rank and self._auditor is None:
                 release = self._noised(sums, sigma)
-            elif self.group.rank == 0 and self._auditor is not None:
+            elif not self.group.rank and self._auditor is not None:
                 release = self._auditor.release(self, self._event(sigma, 1, step), sums)
             if isinstance(contributions, Shares):
                 release = contributions.spread(release)
@@ -298,18 +303,18 @@ class Gate:
                 f"noise_multiplier={sigma:g}: too large for {contributions.shapes}; rounding "
                 f"would leave nothing of the clip"
             )
-        return _Precision(share, dtype)
+        return _Precision(share, dtype, step)
 
     def _summed(
-        self, contributions: Clippable, keep: Tensor | None, norms: list[Tensor], sigma: float
+        self, contributions: Clippable, keep: Tensor | None, norms: list[Tensor]
     ) -> dict[str, Tensor]:
         """Return the clipped sum; shares and replayed ones get the function that makes it.
 
         For these it depends on what is computed of the clip alone, which is their key.
         """
         if isinstance(contributions, Shares):
-            g = spacing(sigma * self.clip, self._precision.dtype) if sigma > 0 else 0.0
-            return contributions.total(g, keep, lambda c, k: self._clipped_sum(c, k, norms))
+            sum_of = functools.partial(self._clipped_sum, norms=norms)
+            return contributions.total(self._precision.step, keep, sum_of)
         if self.group.size > 1:
             raise ValueError("contributions: over several processes, give them as `Shares`")
         if not isinstance(contributions, Replayed):
@@ -423,14 +428,6 @@ class Gate:
                 f"n={self.sampler.n} has {expected if expected is not None else 'at most n'}; "
                 f"draw batches with sampler.batches(...), or pass sampler=None to the gate"
             )
-
-
-def _check_keep(keep: Tensor | None, size: int, public: bool) -> None:
-    if keep is None or (keep.dtype is torch.bool and keep.shape == (size,)):
-        return
-    given = f"is a tensor of {keep.dtype} and shape {tuple(keep.shape)}" if public else "is wrong"
-    of = f"each of {size} examples" if public else "each example"  # how many may be a secret
-    raise ValueError(f"keep: {given}; give one of true or false for {of}")
 
 
 def _factor(norms: Tensor, clip: float) -> Tensor:
