@@ -6,7 +6,8 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 which=${1:-all}
 shift $(($# > 0))
-tests=(tests/contributions tests/methods tests/moments tests/posteriors tests/attacks tests/extending tests/sources
+tests=(tests/contributions tests/ranks tests/methods tests/moments tests/posteriors tests/attacks tests/extending
+  tests/sources
   tests/test_audit.py tests/test_scattering.py tests/test_audit_methods.py tests/test_privacy_bugs.py
   tests/test_captured.py tests/test_likelihoods.py tests/test_count_predictive.py tests/privacy/test_{bayesian,chacha,gate,langevin,noise,sampling,team}.py)
 oldest="ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41"

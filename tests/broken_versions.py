@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import windows
 from torch import nn
 
@@ -28,6 +29,7 @@ from dpbnn import (
     checkpoint,
     messages,
     networks,
+    ranks,
     resume,
     rows,
     storage,
@@ -54,6 +56,7 @@ from dpbnn.privacy import (
     accountants,
     events,
     gate,
+    group,
     ledger,
     ledger_entries,
     ledger_file,
@@ -746,7 +749,7 @@ def keys_never_move_on(patch: Patch) -> None:
 
 
 def several_processes_train_at_once(patch: Patch) -> None:
-    for module in (gate, training):
+    for module in (gate, ranks):
         patch.setattr(module, "check_one_process", lambda: None)
 
 
@@ -1396,7 +1399,9 @@ def add_remove_sums_are_float32(patch: Patch) -> None:
 
 
 def clips_may_be_tiny(patch: Patch) -> None:
-    patch.setattr("dpbnn.privacy.gate._SMALLEST_CLIP", {torch.float32: 0.0, torch.float64: 0.0})
+    patch.setattr(
+        "dpbnn.privacy.precision._SMALLEST_CLIP", {torch.float32: 0.0, torch.float64: 0.0}
+    )
 
 
 def bounds_are_read_off_the_data(patch: Patch) -> None:
@@ -1503,3 +1508,88 @@ def workers_are_forked(patch: Patch) -> None:
 
 def data_is_copied_whole(patch: Patch) -> None:
     patch.setattr(rows, "_whole", lambda *given: (True, False))
+
+
+# 60: several processes train together
+
+
+def every_rank_adds_its_own_noise(patch: Patch) -> None:
+    """Each rank noises its part of the sum, by the noise of the whole; rank 0 adds no more."""
+
+    def noised(original, self, values):
+        steps = 2.0**19 / math.sqrt(self.size)
+        return original(self, values + (steps * torch.randn(values.shape)).round())
+
+    around(patch, ranks.Ranks, "sum", noised)
+    patch.setattr(Gate, "_noised", lambda self, sums, sigma: sums)
+
+
+def every_rank_adds_noise_to_the_release(patch: Patch) -> None:
+    """The noise is there once for each rank."""
+
+    def spread(original, self, release):
+        shared = original(self, release)
+        if self.group.rank:
+            NoiseSource.seeded(3, 0).add(shared, 1.5)
+        return shared
+
+    around(patch, group.Shares, "spread", spread)
+
+
+def a_rank_divides_by_its_own_records(patch: Patch) -> None:
+    def begun(original, self, *args, **options):
+        original(self, *args, **options)
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        object.__setattr__(self, "batch_size", self.batch_size / size)
+
+    around(patch, Problem, "__post_init__", begun)
+
+
+def an_empty_batch_is_skipped(patch: Patch) -> None:
+    def shared(original, self, batch):
+        if len(batch):
+            return original(self, batch)
+        self.step += 1
+        self.gate.step += 1
+        return None
+
+    around(patch, training._Run, "_shared", shared)
+
+
+def every_rank_charges(patch: Patch) -> None:
+    def reserve(original, self, count, sigma=None):
+        original(self, count, sigma)
+        if self.group.rank:
+            self.ledger.spend(
+                self._event(sigma, count, self.step), attempt=self.attempt, step=self.step
+            )
+
+    def opened(original, self, before):
+        ledger = original(self, before)
+        return Ledger(self.out / "ledger.jsonl") if self.group.rank else ledger
+
+    around(patch, Gate, "reserve", reserve)
+    around(patch, resume.Run, "_joint_ledger", opened)
+
+
+def shares_overlap(patch: Patch) -> dict:
+    """Two ranks both take the records of a shard."""
+    patch.setattr(group.Group, "mine", lambda self: range(self.shards))
+    return {"name": "sgd"}
+
+
+def nobody_compares_what_ranks_were_given(patch: Patch) -> None:
+    patch.setattr(ranks.Ranks, "check_same", lambda self, parts: None)
+
+
+def nobody_compares_weights(patch: Patch) -> None:
+    for name in ("in_step", "check_same_state"):
+        patch.setattr(resume, name, lambda group, state, stop=None: stop)
+
+
+def noise_depends_on_the_ranks(patch: Patch) -> None:
+    def drawn(original, self):
+        source = original(self)
+        return NoiseSource.from_key(source.key, source.step, purpose=f"ranks {self.group.size}")
+
+    around(patch, resume.Run, "_noise", drawn)

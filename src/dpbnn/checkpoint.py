@@ -40,6 +40,8 @@ class Keys:
         sampling: key of the next step's batch.
         salt: key of the digests.
         bound: digests of all that the keys are used for, by part; the data are one of them.
+        shards: into how many parts batches are divided; see `dpbnn.privacy.group`.
+        threads: of every process, where there are several shards. Sums depend on both.
     """
 
     name: str
@@ -47,6 +49,8 @@ class Keys:
     sampling: bytes
     salt: bytes
     bound: dict[str, str] = dataclasses.field(default_factory=dict)
+    shards: int = 1
+    threads: int = 0
 
     @classmethod
     def new(cls) -> Keys:

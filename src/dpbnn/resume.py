@@ -29,12 +29,14 @@ from dpbnn.posteriors import Posterior
 from dpbnn.privacy.bayesian import BayesianAccountant
 from dpbnn.privacy.events import Event
 from dpbnn.privacy.gate import Gate
+from dpbnn.privacy.group import Group
 from dpbnn.privacy.keys import ratchet
 from dpbnn.privacy.ledger import Attempt, Ledger
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.relation import check_same
 from dpbnn.progress import deferred_interrupt, progress_bar
+from dpbnn.ranks import check_same_state, in_step
 from dpbnn.rows import Rows, StreamedRows
 
 FAILED = (
@@ -65,6 +67,7 @@ class Run(ABC):
     observers: Sequence[BayesianAccountant] = ()
     beside_paid: bool = False
     seed: int = 0
+    group: Group = dataclasses.field(default_factory=Group)
 
     def __post_init__(self) -> None:
         self.x, self.y = self.rows.x, self.rows.y  # None where rows are read batch by batch
@@ -87,25 +90,35 @@ class Run(ABC):
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Open folder, ledger, keys and gate; a run that ends well leaves no keys."""
-        self.folder = None if self.out is None else RunFolder(self.out)
-        if self.folder is None and self.resume:
+        """Open folder, ledger, keys and gate; a run that ends well leaves no keys.
+
+        Of several ranks the first one has them, and tells the others what they need.
+        """
+        self.folder = None if self.out is None or self.group.rank else RunFolder(self.out)
+        if self.out is None and self.resume:
             raise ValueError("resume=True: needs out=, the folder of the run to resume")
-        if self.folder is not None:
+        if self.out is not None or self.group.size > 1:
             flat(self.state)  # raises where it cannot be saved
-        with contextlib.nullcontext() if self.out is None else folder_lock(self.out):
-            before = self._earlier()
-            ledger = self._opened_ledger(before)
-            self.keys = self._opened_keys(before)
+        with contextlib.ExitStack() as stack:
+            if self.out is not None:
+                own = folder_lock(self.out)
+                self.group.first(lambda: stack.enter_context(own))
+            before = self.group.first(self._earlier)
+            ledger = self._joint_ledger(before)
+            self.keys = self._joint_keys(before)
             if before is not None:
                 self._restore(before)
             attempt = Attempt(self.run, self.keys.name, self.keys.what)
-            beside = () if before is not None or self.beside_paid else self._unpaid()
-            ledger.check((*self._uncharged(ledger, attempt), *beside))
-            for observer in self.observers:
-                observer.begin(self.plan, ledger.spent(self.label) if self.resume else ())
-            for event in beside:
-                ledger.spend(event, label=_BESIDE)
+
+            def begin() -> None:
+                beside = () if before is not None or self.beside_paid else self._unpaid()
+                ledger.check((*self._uncharged(ledger, attempt), *beside))
+                for observer in self.observers:
+                    observer.begin(self.plan, ledger.spent(self.label) if self.resume else ())
+                for event in beside:
+                    ledger.spend(event, label=_BESIDE)
+
+            self.group.first(begin)
             self.gate = Gate(
                 self.clip,
                 self.sigmas[0],
@@ -116,10 +129,12 @@ class Run(ABC):
                 step=self.step,
                 attempt=attempt,
                 watchers=[observer.watch for observer in self.observers],
+                group=self.group,
             )
             try:
-                self.process.ready(self.state)
+                self.group.first(lambda: self.process.ready(self.state))
                 self._forget_keys()  # so that going on twice from here cannot repeat noise
+                check_same_state(self.group, self.state)
                 yield
             finally:
                 self._close_writer()
@@ -144,7 +159,7 @@ class Run(ABC):
                     f"another folder"
                 )
             return None
-        checkpoint = self.folder.load(self.device)
+        checkpoint = self.folder.load(torch.device("cpu") if self.group.size > 1 else self.device)
         if checkpoint.settings != json.dumps(self.settings, default=str):
             raise ValueError(
                 f"{self.out}: the checkpoint is of a run with other settings; give the same plan "
@@ -174,34 +189,84 @@ class Run(ABC):
         check_same(self.plan.relation, ledger.relation)
         return ledger
 
+    def _joint_ledger(self, before: Checkpoint | None) -> Ledger:
+        """Return the ledger on rank 0, and on others one in memory that is never charged."""
+        opened: list[Ledger] = []
+        if self.group.size > 1 and self.ledger is not None and self.ledger.path is None:
+            raise ValueError(
+                "ledger: is in memory, where the processes of a group do not share it; give it a "
+                "path, or leave it out"
+            )
+
+        def name() -> str:
+            opened.append(self._opened_ledger(before))
+            return opened[0].id
+
+        own = self.group.first(name)
+        self.group.check_same({"ledger": self.ledger.id if self.ledger is not None else own})
+        return opened[0] if opened else Ledger(relation=self.plan.relation)
+
+    def _joint_keys(self, before: Checkpoint | None) -> Keys:
+        """Return the keys on rank 0, and on others all but that of the noise.
+
+        Ranks that were given different data or settings are refused.
+        """
+        opened: list[Keys] = []
+
+        def told() -> Keys:
+            opened.append(self._opened_keys(before))
+            return dataclasses.replace(opened[0], noise=b"")
+
+        keys = self.group.first(told)
+        self.group.shards = keys.shards
+        if self.group.size > 1:
+            own = dataclasses.replace(keys, bound={})
+            self._bind(own)
+            self.group.check_same(own.bound)
+        return opened[0] if opened else keys
+
     def _opened_keys(self, before: Checkpoint | None) -> Keys:
         """Return keys that serve this computation alone.
 
         Without keys on disk the steps after the checkpoint get new ones: they are other releases,
         and are charged.
         """
+        shards = self.group.shards
+        threads = torch.get_num_threads() if shards > 1 else 0
         if self.debug_seed is not None:
             seed = hashlib.sha256(f"debug {self.debug_seed}".encode()).digest()
-            return Keys("debug", seed, ratchet(seed, before.step if before else 0), seed)
+            sampling = ratchet(seed, before.step if before else 0)
+            return Keys("debug", seed, sampling, seed, shards=shards, threads=threads)
         keys = None
         if self.folder is not None and before is not None:
             keys = self.folder.keys(before.step)
-        keys = keys or Keys.new()
-        if self.folder is not None:
-            keys.bind(
-                self.problem.trainable().values(),
-                settings=self.settings,
-                method=self.method,
-                plan=self.plan.to_dict(),
-                network=self.problem.model,
-                likelihood=self.watch.likelihood,
-                prior=self.problem.prior,
-                data=self.rows.identity,
-                seed=self.seed,
-                microbatch_size=self.problem.microbatch_size,
-                device=self.device.type,
+        if keys is not None and keys.shards < self.group.size:
+            raise ValueError(
+                f"{self.out}: this run divides batches among {keys.shards} processes at most, and "
+                f"cannot go on with the same noise on {self.group.size}; start fewer, or delete "
+                f"its keys.json, so that it continues with new noise and pays for it"
             )
+        keys = keys or dataclasses.replace(Keys.new(), shards=shards, threads=threads)
+        if self.folder is not None:
+            self._bind(keys)
         return keys
+
+    def _bind(self, keys: Keys) -> None:
+        split = {} if keys.shards == 1 else {"shards": [keys.shards, keys.threads]}
+        keys.bind(
+            self.problem.trainable().values(),
+            settings=self.settings,
+            method=self.method,
+            plan=self.plan.to_dict(),
+            network=self.problem.model,
+            likelihood=self.watch.likelihood,
+            prior=self.problem.prior,
+            data=self.rows.identity,
+            seed=self.seed,
+            microbatch_size=self.problem.microbatch_size,
+            device=self.device.type,
+            **split,
+        )
 
     def _uncharged(self, ledger: Ledger, attempt: Attempt) -> list[Event]:
         """Return the events of the steps to come that the ledger does not hold yet."""
@@ -232,6 +297,8 @@ class Run(ABC):
     def _noise(self) -> NoiseSource:
         if self.debug_seed is not None:
             return NoiseSource.seeded(self.debug_seed, self.step)
+        if self.group.rank:
+            return NoiseSource()  # never drawn from
         purpose = f"noise {self.keys.what}"
         return NoiseSource.from_key(self.keys.noise, self.step, purpose=purpose)
 
@@ -275,7 +342,9 @@ class Run(ABC):
                 self._check_process()
                 self.keys.advance(self.gate.noise.key)
                 advance(self.step)
-                stop = interrupted()
+                stop = in_step(self.group, self.state, interrupted())
+                if self.step % self.every == 0:
+                    check_same_state(self.group, self.state)
                 if stop or (self._due() and self.step < self.plan.steps):
                     self._save_checkpoint()
                 if stop:
@@ -297,7 +366,11 @@ class Run(ABC):
 
     def posterior(self, tuning_runs: int | None) -> Posterior:
         """Return the posterior with its statement."""
-        statement = self.gate.statement(delta=self.plan.delta, tuning_runs=tuning_runs)
+        check_same_state(self.group, self.state)
+        statement = self.group.first(
+            lambda: self.gate.statement(delta=self.plan.delta, tuning_runs=tuning_runs)
+        )
+        self.process.share(self.state, self.group)
         for observer in self.observers:
             observer.dp = statement
         caveats = self.method.caveats(self.plan, self.problem.prior)
@@ -336,6 +409,7 @@ class Run(ABC):
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         tensors, start = checkpoint.tensors, "state."
+        tensors = {name: value.to(self.x.device) for name, value in tensors.items()}
         saved = {n[len(start) :]: v for n, v in tensors.items() if n.startswith(start)}
         try:
             self.state = self.process.resumed(self.state, saved)

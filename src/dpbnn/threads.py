@@ -11,7 +11,20 @@ from collections.abc import Iterator
 
 import torch
 
+__all__ = ["threads", "threads_for"]
+
 SMALL = 3e8  # operations of a step, up to which one thread is at least as fast on busy cores
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Run a block on so many threads; 0 leaves them as they are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager
@@ -26,12 +39,6 @@ def threads_for(rows: float, parameters: int, record: torch.Size) -> Iterator[No
         parameters: number of weights.
         record: shape of a record.
     """
-    before = torch.get_num_threads()
-    if before == 1 or len(record) != 1 or 6 * rows * parameters > SMALL:
+    large = len(record) != 1 or 6 * rows * parameters > SMALL
+    with threads(0 if large else 1):
         yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -29,21 +29,17 @@ from dpbnn.posteriors import Posterior
 from dpbnn.posteriors.evaluate import unfused_attention
 from dpbnn.priors import Gaussian, Prior
 from dpbnn.privacy.bayesian import BayesianAccountant, given_observers
-from dpbnn.privacy.checks import (
-    check_count,
-    check_one_process,
-    checked_unit,
-    first_line,
-    quoted,
-)
+from dpbnn.privacy.checks import check_count, checked_unit, first_line, quoted
 from dpbnn.privacy.events import check_one_unit
+from dpbnn.privacy.group import Group, Shares
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.statement import PrivacyStatement
 from dpbnn.privacy.units import by_unit as counted_by
+from dpbnn.ranks import joined
 from dpbnn.resume import FAILED, Run
 from dpbnn.rows import checked_rows
-from dpbnn.threads import threads_for
+from dpbnn.threads import threads, threads_for
 from dpbnn.units import Units
 
 
@@ -81,6 +77,9 @@ def fit(
     refused before anything is spent. A run that was interrupted goes on with the same noise only
     for the same steps of the same computation on the same data; otherwise it is refused, or gets
     new noise and pays for it.
+
+    Under `torchrun` all processes make the same call and train one model together, by SGD, SGLD,
+    SGHMC, BBP, VI or MCDropout; each returns the posterior. See docs/scaling.md.
 
     Args:
         model: a network (copied, left as it was), or a function that makes one, run under `seed`.
@@ -122,7 +121,6 @@ def fit(
             charged here, but for what single gates, such as private statistics, spent there.
         accountants: the earlier name of `observers`, for one more release.
     """
-    check_one_process()
     observers = given_observers(observers, accountants)
     if method is None or plan is None:
         raise ValueError(
@@ -147,7 +145,9 @@ def fit(
             f"log_prob(outputs, y)"
         )
     settled, clip = method.settled(plan)
-    with _random_state(seed), unfused_attention():
+    with _random_state(seed), unfused_attention(), joined() as group:
+        if not method.over_ranks or observers:
+            group = _alone(group, type(method).__name__ if not observers else "observers=")
         network = taken(model)
         if device is not None:
             network = network.to(device)
@@ -171,12 +171,15 @@ def fit(
         rows = checked_rows(data, network, likely, size, place, on_bad_rows, out is not None)
         if units is not None:
             rows = rows.by_unit(owners)
+        if units is not None or rows.x is None:
+            group = _alone(group, "units=" if units is not None else "data read batch by batch")
         rows.check_batches(settled.sampler.most(0))
         watch.check()
         problem = Problem(
             network, watch.likelihood, prior, settled.n, settled.batch_size, settled.steps,
             settled.private, microbatch_size, None if out is None else Path(out), watch.network,
             tuple(sigma for sigma, count in settled.noise_multipliers for _ in range(count)),
+            group.rank == 0,
         )  # fmt: skip
         training_mode(network)
         process = method.start(problem)
@@ -185,7 +188,7 @@ def fit(
             method, problem, process, settled, clip, watch, rows,
             ledger=ledger, resume=resume, debug_seed=debug_seed,
             every=checkpoint_every or max(1, settled.steps // 20), observers=observers,
-            beside_paid=beside_paid, seed=seed,
+            beside_paid=beside_paid, seed=seed, group=group,
         )  # fmt: skip
         with run.opened():
             run.train(sys.stderr.isatty() if progress is None else progress)
@@ -253,6 +256,15 @@ def check_kinds(**given: Any) -> None:
             ) from None
 
 
+def _alone(group: Group, what: str) -> Group:
+    if group.size > 1:
+        raise ValueError(
+            f"{what}: works in one process, and {group.size} were started together; start one, or "
+            f"use SGD, SGLD, SGHMC, BBP, VI or MCDropout without observers"
+        )
+    return Group()
+
+
 def _learned_noise(network: nn.Module, start: float) -> nn.Module:
     last = [m for m in network.modules() if isinstance(m, nn.Linear)]
     if not last:
@@ -279,22 +291,25 @@ class _Run(Run):
         """Run the remaining steps; an interrupt leaves a checkpoint to resume from."""
         size = sum(p.numel() for p in self.process.model.parameters())
         small = threads_for(self.plan.batch_size, size, arguments(self.rows.none()[0])[0].shape[1:])
+        one = self._shared if self.group.shards > 1 else self._one
         batches = self.rows.ahead(self.batches())
         self.captured = self._captured()
         if self.captured is not None:
             batches = self.captured.ahead(batches)
-        with small, self.steps(progress) as done:
+        with threads(self.keys.threads), small, self.steps(progress) as done:
             for batch in batches:
                 if self.captured is not None and self.captured.holds(batch):
                     self._replayed(batch, self.captured)
                 else:
-                    self._one(batch)
+                    one(batch)
                 done()
             if self.captured is not None:
                 self._settle()
 
     def _captured(self) -> CapturedStep | None:
         """Return the step as CUDA graphs, where the run is on a GPU and nothing is in the way."""
+        if self.group.shards > 1:
+            return None
         limit, public = self.problem.microbatch_size, self.plan.relation.public_size
         fits = CapturedStep.fits(self.state, self.like)
         whole = isinstance(self.x, Tensor) and self.rows.units is None
@@ -362,6 +377,32 @@ class _Run(Run):
                 contributions, noise_multiplier=sigma, keep=keep, records=whose, **by_unit
             )
             self.watch.contributed()
+        self.state = self.process.update(state, release)
+        self.watch.updated()
+        self.step += 1
+
+    def _shared(self, batch: Tensor) -> None:
+        """Make a step with other ranks: what this one computes are its shards of the batch.
+
+        Every shard draws from a seed of its own, so that it does not matter who computes it.
+        """
+        sigma, seed = self.reserve(), int(torch.randint(2**62, ()))
+        with _random_state(seed):
+            state = self.process.draw(self.state)
+
+        @contextlib.contextmanager
+        def contributed(shard: int, records: Tensor) -> Iterator[Any]:
+            x, y, _ = self.rows.take(records)
+            with _random_state(seed + 1 + shard):
+                with unquoted(*FAILED, let=(UnsupportedModel,)):
+                    contributions = self.process.contribute(state, x, y)
+                yield contributions
+
+        kept = self.rows.kept
+        keep = None if kept is None else kept[batch.to(kept.device)]
+        shares = Shares(batch, self.like, contributed, self.group)
+        release = self.gate(shares, noise_multiplier=sigma, keep=keep, records=batch)
+        self.watch.contributed()
         self.state = self.process.update(state, release)
         self.watch.updated()
         self.step += 1

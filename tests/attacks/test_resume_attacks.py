@@ -8,6 +8,7 @@ import shutil
 import broken_versions as broken
 import pytest
 import torch
+import torch.distributed as dist
 from forks import exit_code, fork, started
 from runs_under_attack import STEPS, dataset, fit, interrupted, plan, released
 from torch import nn
@@ -370,6 +371,18 @@ def test_item_54_processes_that_were_started_together_are_refused(make):
         patch.setenv("WORLD_SIZE", "2")
         with pytest.raises(RuntimeError, match=r"WORLD_SIZE=2: .* start one process"):
             make()
+
+
+@fails_on(54, broken.several_processes_train_at_once)
+def test_item_54_a_process_group_is_refused_without_its_variable(tmp_path):
+    def member(rank):
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        with pytest.raises(RuntimeError, match="a process group of 2"):
+            Gate(1.0, 1.0)
+
+    members = [started(functools.partial(member, rank)) for rank in range(2)]
+    assert [exit_code(pid) for pid in members] == [0, 0]
 
 
 @fails_on(54, broken.folders_are_not_locked)

@@ -24,6 +24,7 @@ from dpbnn.privacy.checks import check_numbers, check_positive, first_line
 
 if TYPE_CHECKING:
     from dpbnn.posteriors import IterateWriter, Posterior
+    from dpbnn.privacy.group import Group
     from dpbnn.privacy.plan import Plan
 
 OptimizerLike = str | Callable[..., torch.optim.Optimizer]
@@ -46,6 +47,7 @@ class Problem:
         folder: where the process may keep files; None is a temporary one of its own.
         origin: the network before any data, never called; a copy of `model` by default.
         sigmas: the noise multiplier of every release.
+        leads: whether this process keeps files; of several that train together one does.
     """
 
     model: nn.Module
@@ -59,6 +61,7 @@ class Problem:
     folder: Path | None = None
     origin: nn.Module = None  # type: ignore[assignment]
     sigmas: tuple[float, ...] = ()
+    leads: bool = True
 
     def __post_init__(self) -> None:
         if self.origin is None:
@@ -124,6 +127,9 @@ class AnyProcess(ABC, Generic[S]):
     def ready(self, state: S) -> None:
         """Open `writer`, and reserve its disk space, before anything is spent."""
 
+    def share(self, state: S, group: Group) -> None:
+        """Give every process of a group the files that the posterior reads."""
+
     @abstractmethod
     def posterior(self, state: S, **record: Any) -> Posterior:
         """Return what training has left so far; `record` is its privacy, prior and settings."""
@@ -175,6 +181,8 @@ class Method(ABC):
     """Whether the method itself learns a Gaussian likelihood's noise."""
     noise_aware: ClassVar[bool] = False
     """Whether the spread of its posterior includes the privacy noise and the clip."""
+    over_ranks: ClassVar[bool] = False
+    """Whether several processes can train together: all they share is a sum and its release."""
 
     def prepared(self, model: nn.Module) -> nn.Module:
         """Return the network that is trained, such as one with Gaussian layers."""
@@ -251,6 +259,8 @@ class Descent(Method):
     momentum: float = 0.0
     schedule: ScheduleLike = None
     average: str | float | None = None
+
+    over_ranks = True
 
     def __post_init__(self) -> None:
         check_positive(learning_rate=self.learning_rate, clip=self.clip)

@@ -19,9 +19,11 @@ from dpbnn.methods.state import State, together
 from dpbnn.posteriors import IteratePosterior, IterateWriter, Posterior
 from dpbnn.priors import Gaussian, Prior
 from dpbnn.privacy.checks import check_count, check_numbers, check_positive
+from dpbnn.privacy.group import Group
 from dpbnn.privacy.langevin import DRIFT, sgld_noise_multiplier
 from dpbnn.privacy.plan import Plan, plan
 
+_FILE = "iterates.safetensors"
 Rate = float | Callable[[int], float]
 
 
@@ -62,12 +64,11 @@ class Langevin(Method):
     chains: int = 1
     dtype: str = "float32"
     folder: str | None = None
+    over_ranks = True
 
     def __post_init__(self) -> None:
         rate = None if callable(self.learning_rate) else self.learning_rate
-        check_positive(
-            learning_rate=rate, clip=self.clip, temperature=self.temperature
-        )  # fmt: skip
+        check_positive(learning_rate=rate, clip=self.clip, temperature=self.temperature)
         check_count(keep=self.keep, thin=self.thin, chains=self.chains)
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype={self.dtype!r}: must be 'float32' or 'bfloat16'")
@@ -100,9 +101,8 @@ class Langevin(Method):
         if std is not None and reach < std:
             found += (
                 f"in a chain of {length} steps the injected noise moves a weight by {reach:.2g} at "
-                f"most, and the prior's std is {std:g}: the stored iterates are points of a "
-                f"training path, which does not reach all weights that are plausible, and bands "
-                f"are too narrow",
+                f"most, and the prior's std is {std:g}: the iterates are points of a training "
+                f"path, which does not reach all plausible weights, and bands are too narrow",
             )
         return found
 
@@ -269,6 +269,7 @@ class LangevinProcess(Process[LangevinState]):
         stored = self.length // settings.thin
         self.kept = min(settings.keep, max(1, stored))
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self.iterates: Path | None = None
 
     def begin(self) -> LangevinState:
         """Return the state before the first step."""
@@ -281,7 +282,8 @@ class LangevinProcess(Process[LangevinState]):
 
     def ready(self, state: LangevinState) -> None:
         """Reserve the disk space of all iterates."""
-        self._open_writer(state)
+        if self.problem.leads:
+            self._open_writer(state)
 
     @abstractmethod
     def move(
@@ -294,7 +296,7 @@ class LangevinProcess(Process[LangevinState]):
         problem, position = self.problem, state.steps % self.length
         if position == 0 and state.steps:
             self.restart(state)
-        writer = self._open_writer(state)
+        writer = self._open_writer(state) if problem.leads else None
         eta = self.settings.rate(position)
         state = self._measured(state, release, position, eta)
 
@@ -312,7 +314,8 @@ class LangevinProcess(Process[LangevinState]):
 
         self.replays(eta, moved, release)
         last = self.length - (position + 1)
-        if last % self.settings.thin == 0 and last // self.settings.thin < self.kept:
+        due = last % self.settings.thin == 0 and last // self.settings.thin < self.kept
+        if due and writer is not None:
             writer.append({n: p.detach() for n, p in state.parameters.items()})
         return dataclasses.replace(state, steps=state.steps + 1)
 
@@ -342,13 +345,8 @@ class LangevinProcess(Process[LangevinState]):
     def _open_writer(self, state: LangevinState) -> IterateWriter:
         """Return the writer."""
         if self.writer is None:
-            folder = self.settings.folder or self.problem.folder
-            if folder is None:
-                self._temporary = tempfile.TemporaryDirectory(
-                    prefix="dpbnn-", ignore_cleanup_errors=True
-                )
-                folder = self._temporary.name
-            path, stored = Path(folder) / "iterates.safetensors", self._stored(state.steps)
+            folder = self.settings.folder or self.problem.folder or self._own_folder()
+            path, stored = Path(folder) / _FILE, self._stored(state.steps)
             if state.steps and not stored:
                 path.unlink(missing_ok=True)
             self.writer = IterateWriter(
@@ -386,15 +384,28 @@ class LangevinProcess(Process[LangevinState]):
             for velocity in state.velocity.values():
                 velocity.zero_()
 
-    def posterior(self, state: LangevinState, **record: Any) -> Posterior:
-        """Return the stored iterates."""
+    def share(self, state: LangevinState, group: Group) -> None:
+        """Give every process of a group the iterates, each in a file of its own."""
+        self.iterates = self._written(state) if self.problem.leads else self._own_folder() / _FILE
+        group.copy_file(self.iterates)
+
+    def _written(self, state: LangevinState) -> Path:
         writer = self._open_writer(state)
         writer.close()
+        return writer.path
+
+    def _own_folder(self) -> Path:
+        self._temporary = tempfile.TemporaryDirectory(prefix="dpbnn-", ignore_cleanup_errors=True)
+        return Path(self._temporary.name)
+
+    def posterior(self, state: LangevinState, **record: Any) -> Posterior:
+        """Return the stored iterates."""
+        path = self.iterates or self._written(state)
         model = self.problem.rebuilt(state.parameters)
         if state.pairs:
             measured = float(state.heat) / state.pairs
             record["settings"] = {**record.get("settings", {}), "measured_temperature": measured}
-        posterior = IteratePosterior(model, self.problem.likelihood, writer.path, **record)
+        posterior = IteratePosterior(model, self.problem.likelihood, path, **record)
         if self._temporary is not None:
             weakref.finalize(posterior, self._temporary.cleanup)
         return posterior

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpbnn.contributions.dense import Contributions
 from dpbnn.likelihoods import Gaussian, Likelihood
 from dpbnn.methods.bbp import BBP, kl_gradient
 from dpbnn.methods.method import Descent, DescentProcess, DescentState, Problem
@@ -111,6 +112,14 @@ class VIProcess(DescentProcess):
             likelihood = ExpectedGaussian(likelihood)
         attached = problem.attach(likelihood, space="parameters", draws=settings.draws)
         super().__init__(settings, problem, attached)
+
+    def draw(self, state: DescentState) -> DescentState:
+        """Return the state with fresh draws of the weights."""
+        return dataclasses.replace(state, drawn=self.attached.draw())
+
+    def contribute(self, state: DescentState, x: Any, y: Tensor) -> Contributions:
+        """Return what the examples of a batch contribute at the draws."""
+        return self.attached(x, y, draws=state.drawn)
 
     def gradient(self, state: DescentState, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return release / b + beta grad KL / n."""

@@ -102,9 +102,12 @@ def check_one_process() -> None:
     script which is not guarded: that runs the whole script again before it begins its work.
     """
     size = os.environ.get("WORLD_SIZE", "1")
-    if size.strip() not in ("", "0", "1"):
+    dist: Any = sys.modules.get("torch.distributed")  # this module does without torch
+    joined = dist.get_world_size() if dist and dist.is_available() and dist.is_initialized() else 1
+    if size.strip() not in ("", "0", "1") or joined > 1:
+        given = f"a process group of {joined}" if joined > 1 else f"WORLD_SIZE={size}"
         raise RuntimeError(
-            f"WORLD_SIZE={size}: several processes were started together, and each would make "
+            f"{given}: several processes were started together, and each would make "
             f"releases of its own and state only those; start one process, or unset WORLD_SIZE"
         )
     if getattr(multiprocessing.current_process(), "_inheriting", False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import threading
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 
 from dpbnn.privacy.checks import check_one_process
-from dpbnn.privacy.contracts import Auditor, Clippable, Replayed
+from dpbnn.privacy.contracts import Auditor, Clippable, Replayed, check_keep
 from dpbnn.privacy.events import Event, check_relation
-from dpbnn.privacy.grid import RESOLUTION, spacing
+from dpbnn.privacy.group import Group, Shares
 from dpbnn.privacy.ledger import Attempt, Ledger
 from dpbnn.privacy.mechanisms import GaussianNoise, Mechanism
 from dpbnn.privacy.noise import NoiseSource
+from dpbnn.privacy.precision import UNKNOWN, Precision, precision_of
 from dpbnn.privacy.units import Groups, check_units, unit_norms
 
 if TYPE_CHECKING:
@@ -32,21 +34,6 @@ __all__ = ["Gate"]
 _Rows = Tensor | None
 Watcher = Callable[[Event, float, Tensor], None]
 """Told of a release after it was made: its event, the clip, a copy of the clipped norms."""
-
-
-# Clips below it, divided by the largest norm, are no normal numbers of the dtype.
-_SMALLEST_CLIP = {torch.float32: 1e-18, torch.float64: 1e-150}
-_UNKNOWN = 1 << 20  # records of a batch whose number is secret, or twice the expected if more
-_ROUGH = 0.02  # error of a float32 sum, in clips, above which sums of units are float64
-_COARSE = 0.05  # share of the clip that rounding may cost before the noise is drawn in float64
-
-
-@dataclasses.dataclass(frozen=True)
-class _Precision:
-    """How exact a release is: the share of the clip left for contributions, the noise's dtype."""
-
-    share: float
-    dtype: torch.dtype
 
 
 class Gate:
@@ -81,6 +68,10 @@ class Gate:
     counts as that of its largest row if that is more. So no row that is summed is above C', and e
     is a bound for the number of rows.
 
+    Over several processes the group's rank 0 charges the ledger, and no rank computes anything of a
+    release before it was told so; rank 0 alone adds noise, once, to the sum over all ranks. The
+    others get the release.
+
     With clip=inf and noise_multiplier=0 the gate is open: what passes is not private, and the
     ledger and the statement say so.
 
@@ -101,6 +92,7 @@ class Gate:
         watchers: get the clipped norms of every release, for the data holder's eyes; what they
             do comes after the release and reaches it in no way.
         auditor: makes the releases of an audit, which are not private; see `Auditor`.
+        group: the processes that make the releases together; this one alone by default.
     """
 
     def __init__(
@@ -117,14 +109,17 @@ class Gate:
         attempt: Attempt | None = None,
         watchers: Sequence[Watcher] = (),
         auditor: Auditor | None = None,
+        group: Group | None = None,
     ) -> None:
-        check_one_process()
+        self.group = Group() if group is None else group
+        if self.group.size == 1:
+            check_one_process()
         if attempt is not None and noise is None:
             raise ValueError("attempt: goes with its noise; pass the source that it began with")
         self.clips = dict(clip) if isinstance(clip, Mapping) else {"": float(clip)}
-        for group, value in self.clips.items():
+        for name, value in self.clips.items():
             if not value > 0:
-                raise ValueError(f"clip={value}{f' of {group!r}' if group else ''}: must be > 0")
+                raise ValueError(f"clip={value}{f' of {name!r}' if name else ''}: must be > 0")
         self.clip = math.hypot(*self.clips.values())
         if not self.clips:
             raise ValueError("clip: no groups were given; give a number or one clip per group")
@@ -136,7 +131,7 @@ class Gate:
         self.ledger = Ledger() if ledger is None else ledger
         self.noise = NoiseSource() if noise is None else noise
         self.label, self.step = label, step
-        self._precision = _Precision(1.0, torch.float32)
+        self._precision = Precision(1.0, torch.float32)
         self._watchers = tuple(watchers)
         self._auditor = auditor
         self._guard, self._process = threading.RLock(), os.getpid()
@@ -146,7 +141,9 @@ class Gate:
         self._reserved: deque[float] = deque()
         if attempt is not None and self.noise.private:
             own = self._event(self.noise_multiplier, 1, 0)
-            self._reserved.extend(self.ledger.covered(attempt, step, self.clip, own))
+            self._reserved.extend(
+                self.group.first(lambda: self.ledger.covered(attempt, step, self.clip, own))
+            )
 
     @property
     def sensitivity(self) -> float:
@@ -173,9 +170,11 @@ class Gate:
             if self._auditor is None:
                 hidden = sigma if self.noise.private else 0.0
                 first = self.step + len(self._reserved)
-                self.ledger.spend(
-                    self._event(hidden, count, first),
-                    label=self.label, clip=self.clip, attempt=self.attempt, step=first,
+                self.group.first(
+                    lambda: self.ledger.spend(
+                        self._event(hidden, count, first),
+                        label=self.label, clip=self.clip, attempt=self.attempt, step=first,
+                    )
                 )  # fmt: skip
             else:
                 self.ledger.observe()
@@ -208,7 +207,7 @@ class Gate:
         """
         sigma = self._sigma(noise_multiplier)
         self._check_size(check_units(units, contributions.batch_size, self.sampler, self._watchers))
-        _check_keep(keep, contributions.batch_size, self.ledger.relation.public_size)
+        check_keep(keep, contributions.batch_size, self.ledger.relation.public_size)
         self._groups(contributions.shapes)
         self.mechanism.check(contributions.shapes)
         if mean and self.sampler is None:
@@ -232,15 +231,19 @@ class Gate:
                 )
             step, self.step = self.step, self.step + 1
             norms: list[Tensor] = []
-            if self._auditor is None:
-                release = self._noised(self._summed(contributions, keep, norms, units), sigma)
-            else:
+            if self._auditor is not None:
                 masked = self._auditor.keep(records, contributions.batch_size)
                 if masked is not None:
                     keep = masked if keep is None else keep & masked.to(keep.device)
-                sums = self._summed(contributions, keep, norms, units)
+            sums = self._summed(contributions, keep, norms, units)
+            release: dict[str, Tensor] = {}
+            if not self.group.rank and self._auditor is None:
+                release = self._noised(sums, sigma)
+            elif not self.group.rank and self._auditor is not None:
                 release = self._auditor.release(self, self._event(sigma, 1, step), sums)
-            if isinstance(contributions, Replayed):
+            if isinstance(contributions, Shares):
+                release = contributions.spread(release)
+            elif isinstance(contributions, Replayed):
                 release = contributions.released(release)
             else:
                 release = {n: value.to(contributions.dtype) for n, value in release.items()}
@@ -265,45 +268,33 @@ class Gate:
         return sums
 
     def _precision_of(
-        self, contributions: Clippable, sigma: float, units: _Rows, most: int | None
-    ) -> _Precision:
+        self, contributions: Clippable, sigma: float, units: _Rows = None, most: int | None = None
+    ) -> Precision:
         """Return the precision of the next release; raises where there is none to be had."""
-        dtype = contributions.dtype
-        if not sigma > 0:
-            return _Precision(1.0, dtype)
         rows = contributions.batch_size if self.sampler is None else self.sampler.most(self.step)
         if not self.ledger.relation.public_size:
-            contributions.summed_in = torch.float64
-            rows = _UNKNOWN if self.sampler is None else max(_UNKNOWN, 2 * rows)
-        elif units is not None:
-            rows = _UNKNOWN if most is None else most
-            if contributions.sum_error(rows) > _ROUGH:
-                contributions.summed_in = torch.float64
-        spread = sigma * math.sqrt(sum(math.prod(s) for s in contributions.shapes.values()))
-        if spread * RESOLUTION[dtype] > _COARSE:
-            dtype = torch.float64
-        spacing(sigma * self.clip, dtype)
-        least = _SMALLEST_CLIP[contributions.dtype]
-        if (smallest := min(self.clips.values())) < least:
-            raise ValueError(
-                f"clip={smallest:g}: contributions in {contributions.dtype} need {least:g} or "
-                f"more; use larger contributions and a larger clip"
-            )
-        share = (1 - spread * RESOLUTION[dtype]) / (1 + 2 * contributions.sum_error(rows))
-        if not share > 0:
-            raise ValueError(
-                f"noise_multiplier={sigma:g}: too large for {contributions.shapes}; rounding "
-                f"would leave nothing of the clip"
-            )
-        return _Precision(share, dtype)
+            rows = UNKNOWN if self.sampler is None else max(UNKNOWN, 2 * rows)
+        if units is not None:
+            rows = max(UNKNOWN, rows) if most is None else most
+        return precision_of(
+            contributions, sigma, self.clips, self.clip, rows,
+            public_size=self.ledger.relation.public_size, by_unit=units is not None,
+        )  # fmt: skip
 
     def _summed(
         self, contributions: Clippable, keep: _Rows, norms: list[Tensor], units: _Rows
     ) -> dict[str, Tensor]:
-        """Return the clipped sum; contributions that are replayed get the function that makes it.
+        """Return the clipped sum; shares and replayed ones get the function that makes it.
 
-        It depends on what is computed of the clip alone, which is their key.
+        For these it depends on what is computed of the clip alone, which is their key.
         """
+        if isinstance(contributions, Shares):
+            if units is not None:
+                raise ValueError("units: are for contributions of one process")
+            sum_of = functools.partial(self._clipped_sum, norms=norms)
+            return contributions.total(self._precision.step, keep, sum_of)
+        if self.group.size > 1:
+            raise ValueError("contributions: over several processes, give them as `Shares`")
         if not isinstance(contributions, Replayed):
             return self._clipped_sum(contributions, keep, norms, units)
         if self._watchers or not self.ledger.relation.public_size:
@@ -425,14 +416,6 @@ class Gate:
                 f"sampling of n={self.sampler.n} has {wanted}; "
                 f"draw batches with sampler.batches(...), or pass sampler=None to the gate"
             )
-
-
-def _check_keep(keep: Tensor | None, size: int, public: bool) -> None:
-    if keep is None or (keep.dtype is torch.bool and keep.shape == (size,)):
-        return
-    given = f"is a tensor of {keep.dtype} and shape {tuple(keep.shape)}" if public else "is wrong"
-    of = f"each of {size} examples" if public else "each example"  # how many may be a secret
-    raise ValueError(f"keep: {given}; give one of true or false for {of}")
 
 
 def _factor(norms: Tensor, clip: float) -> Tensor:

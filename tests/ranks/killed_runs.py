@@ -1,0 +1,157 @@
+"""Runs over ranks that are killed at any moment and started again, on other numbers of ranks.
+
+    python tests/ranks/killed_runs.py 200 [seed]
+
+kills so many processes by SIGKILL and prints what was found. Every release that rank 0 is about to
+make is first written to a log: its key and a digest of the sum.
+"""
+
+import hashlib
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from small_runs import dataset, fit, numbers, plan
+from together import DEADLINE, begun, ended
+
+from dpbnn import checkpoint
+from dpbnn.privacy.gate import Gate
+from dpbnn.privacy.ledger import Ledger
+
+STEPS, EVERY = 24, 3
+WRONG = (
+    "under-counts",
+    "noise used twice",
+    "ranks with different models",
+    "another model, not paid for",
+)
+_ENTROPY = os.urandom  # the real one, also under pytest
+
+
+def worker(folder, secret):
+    """Return what one rank does: train, with releases logged, and return all numbers."""
+
+    chosen = plan(steps=STEPS)
+
+    def work(rank):
+        noised, new = Gate._noised, checkpoint.Keys.new
+
+        def logged(self, sums, sigma):
+            content = b"".join(value.numpy().tobytes() for value in sums.values())
+            key = hashlib.sha256(self.noise.key + self.noise.step.to_bytes(8, "big"))
+            line = f"{key.hexdigest()} {hashlib.sha256(content).hexdigest()}\n"
+            with (folder / "releases.log").open("a") as file:
+                file.write(line)
+                file.flush()
+            return noised(self, sums, sigma)
+
+        def keys(cls):
+            """The first keys of a run are those of its reference; later ones are new."""
+            made = new()
+            if secret is None or (folder / "keyed").exists():
+                own = [hashlib.sha256(_ENTROPY(32)).digest() for _ in range(3)]
+                return checkpoint.Keys(own[0].hex()[:16], *own)
+            (folder / "keyed").touch()
+            own = [hashlib.sha256(secret + bytes([i])).digest() for i in range(3)]
+            return checkpoint.Keys(made.name, *own)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Gate, "_noised", logged)
+            patch.setattr(checkpoint.Keys, "new", classmethod(keys))
+            out = folder / "run"
+            resume = (out / "checkpoint.safetensors").exists()
+            posterior = fit(
+                "sgld", dataset(), plan=chosen, out=out, resume=resume,
+                checkpoint_every=EVERY,
+            )  # fmt: skip
+        (folder / "done").touch()
+        return numbers(posterior), posterior.privacy.to_dict()
+
+    return work
+
+
+def trouble(folder):
+    """Return what is wrong so far: releases that are not charged, or noise that served twice."""
+    log = folder / "releases.log"
+    lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+    made = {(key, content) for key, content in (line for line in lines if len(line) == 2)}
+    ledger = folder / "run" / "ledger.jsonl"
+    charged = Ledger(ledger).releases if ledger.exists() else 0
+    found = Counter()
+    if len({key for key, _ in made}) > charged:
+        found["under-counts"] += 1
+    found["noise used twice"] += len(made) - len({key for key, _ in made})
+    return found
+
+
+def moment(draw, folder):
+    """Wait until a time to kill: soon after the start, or after some release more."""
+    log, limit = folder / "releases.log", time.monotonic() + 20.0
+    if draw.random() < 0.2:
+        limit = time.monotonic() + draw.uniform(0.0, 1.0)
+    before = log.stat().st_size if log.exists() else 0
+    wanted = before + 130 * draw.randint(1, 10)
+    while time.monotonic() < limit and not (log.exists() and log.stat().st_size >= wanted):
+        if (folder / "done").exists():
+            break
+        time.sleep(0.001)
+    time.sleep(draw.choice([0.0, draw.uniform(0.0, 0.03)]))
+
+
+def killed(kills, seed, folder):
+    """Kill ranks of runs at random moments until so many are dead; return counts."""
+    draw, found, dead, run = random.Random(seed), Counter(), 0, 0
+    reference: dict[bytes, torch.Tensor] = {}
+    while dead < kills:
+        run += 1
+        here, secret = folder / f"run {run}", bytes([run % 4]) * 8
+        here.mkdir()
+        if secret not in reference:
+            alone = folder / f"reference {run % 4}"
+            alone.mkdir()
+            left = ended(begun(1, worker(alone, secret), alone / "group"), alone / "group")
+            reference[secret] = left[0][0]
+        attempt = 0
+        while True:
+            attempt += 1
+            size, group = draw.choice([1, 2, 2, 3, 4]), here / f"group {attempt}"
+            children = begun(size, worker(here, secret), group)
+            if dead < kills and attempt <= 6:
+                moment(draw, here)
+                os.kill(draw.choice(children), signal.SIGKILL)
+            left = ended(children, group, draw.uniform(0.0, 1.5))
+            dead += None in left
+            found += trouble(here)
+            whole = [part for part in left if isinstance(part, tuple)]
+            if len({part[0].numpy().tobytes() for part in whole}) > 1:
+                found["ranks with different models"] += 1
+            if len(whole) == size:
+                break
+            errors = [str(part) for part in left if isinstance(part, Exception)]
+            started = (here / "run" / "iterates.safetensors").exists()
+            if started and any("holds an earlier run" in error for error in errors):
+                found["refused: killed before the first checkpoint"] += 1
+                break
+        if len(whole) == size:
+            charged = whole[0][1]["mechanisms"][0]["releases"]
+            same = torch.equal(whole[0][0], reference[secret])
+            kind = "the same model" if same else "another model, paid for by new noise"
+            if not same and charged <= STEPS:
+                kind = "another model, not paid for"
+            found[kind] += 1
+    return Counter({"kills": dead, "runs": run}) + found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        begin = time.monotonic()
+        print(killed(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0, Path(name)))
+        print(f"{time.monotonic() - begin:.0f} s; every group within {DEADLINE:.0f} s")

@@ -1,0 +1,68 @@
+"""Small fits for several ranks, and what they release."""
+
+import contextlib
+import functools
+
+import torch
+
+import dpbnn
+from dpbnn.privacy import noise
+
+N, STEPS = 48, 6
+METHODS = {
+    "sgd": dpbnn.SGD(learning_rate=0.3, momentum=0.5),
+    "sgld": dpbnn.SGLD(learning_rate=1e-3, keep=3),
+    "sghmc": dpbnn.SGHMC(learning_rate=1e-3, keep=3),
+    "bbp": dpbnn.BBP(learning_rate=0.3),
+    "vi": dpbnn.VI(learning_rate=0.3),
+    "mcdropout": dpbnn.MCDropout(learning_rate=0.3),
+}
+
+
+def dataset(n=N):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 4, generator=generator)
+    return x, torch.randint(0, 3, (n,), generator=generator)
+
+
+@functools.cache
+def plan(**change):
+    settings = {"noise_multiplier": 1.5, "delta": 1e-5, "n": N, "batch_size": 12, "steps": STEPS}
+    return dpbnn.plan(**{**settings, **change})
+
+
+def network(name="sgd"):
+    def made():
+        return dpbnn.mlp(4, (5,), 3, dropout=0.3 if name == "mcdropout" else 0.0)
+
+    return made
+
+
+def fit(name="sgd", data=None, **options):
+    settings = {"method": METHODS[name], "plan": plan(), "progress": False, **options}
+    return dpbnn.fit(network(name), dataset() if data is None else data, **settings)
+
+
+def numbers(posterior):
+    """All numbers of a posterior, as one tensor."""
+    parts = [value.detach() for value in posterior.model.state_dict().values()]
+    for part in posterior._parts().values():
+        held = part.read(list(range(len(part)))) if hasattr(part, "read") else part
+        held = held.values() if isinstance(held, dict) else [held]
+        parts += [value for value in held if isinstance(value, torch.Tensor)]
+    return torch.cat([part.double().flatten() for part in parts])
+
+
+@contextlib.contextmanager
+def drawn_noise(patch):
+    """Collect the noise of every release that this process makes, without the sums."""
+    found, original = [], noise.add_gaussian
+
+    def add(pairs, dtype, key, drawn):
+        zeros = [(torch.zeros_like(values, dtype=torch.float64), std) for values, std in pairs]
+        original(zeros, dtype, key, None)
+        found.append(torch.cat([values for values, _ in zeros]))
+        original(pairs, dtype, key, drawn)
+
+    patch.setattr(noise, "add_gaussian", add)
+    yield found

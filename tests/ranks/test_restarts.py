@@ -1,0 +1,98 @@
+"""Runs over ranks that stop, are killed, and go on, also on another number of ranks."""
+
+import os
+import signal
+
+import broken_versions as broken
+import pytest
+import torch
+from killed_runs import WRONG, killed, trouble
+from small_runs import STEPS, fit, numbers, plan
+from together import together
+from twins import fails_on, twins_of
+
+from dpbnn import checkpoint
+from dpbnn.methods.sgd import SGDProcess
+from dpbnn.privacy.ledger import Ledger
+
+
+def stopped(rank, out, at=4):
+    """Fit until rank 1 gets an interrupt in some step; return what was raised."""
+    update = SGDProcess.update
+
+    def interrupting(self, state, release):
+        state = update(self, state, release)
+        if rank == 1 and state.steps == at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return state
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SGDProcess, "update", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            fit(out=out, checkpoint_every=100)
+    return "stopped"
+
+
+@fails_on(60, broken.noise_depends_on_the_ranks, size=1)
+@pytest.mark.parametrize("size", [1, 4])
+def test_item_60_a_run_goes_on_on_another_number_of_ranks(tmp_path, size):
+    """With the same keys it ends as if it had not been interrupted, and nothing is paid twice."""
+    out = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        fixed = checkpoint.Keys("name", *(bytes([i]) * 32 for i in range(3)))
+        patch.setattr(checkpoint.Keys, "new", classmethod(lambda cls: fixed))
+        whole = together(2, lambda rank: numbers(fit(out=tmp_path / "whole")))
+        assert together(2, lambda rank: stopped(rank, out)) == ["stopped", "stopped"]
+    rest = together(size, lambda rank: numbers(fit(out=out, resume=True)))
+    assert all(torch.equal(own, whole[0]) for own in rest), rest
+    assert Ledger(out / "ledger.jsonl").releases == STEPS
+
+
+def test_a_run_of_one_process_does_not_go_on_over_ranks_with_its_noise(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        update = SGDProcess.update
+
+        def interrupting(self, state, release):
+            state = update(self, state, release)
+            if state.steps == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            return state
+
+        patch.setattr(SGDProcess, "update", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            fit(out=tmp_path)
+    for error in together(2, lambda rank: fit(out=tmp_path, resume=True)):
+        assert "cannot go on with the same noise on 2;" in str(error)
+    (tmp_path / "keys.json").unlink()
+    first, second = together(2, lambda rank: numbers(fit(out=tmp_path, resume=True)))
+    assert torch.equal(first, second)
+    assert Ledger(tmp_path / "ledger.jsonl").releases == STEPS + STEPS - 2
+
+
+def test_refusals_of_rank_0_reach_all_ranks(tmp_path):
+    together(2, lambda rank: stopped(rank, tmp_path))
+    for error in together(2, lambda rank: fit(out=tmp_path)):
+        assert "holds an earlier run" in str(error)
+    other = plan(noise_multiplier=3.0)
+    for error in together(2, lambda rank: fit(out=tmp_path, resume=True, plan=other)):
+        assert "of a run with other settings" in str(error)
+
+
+def test_a_few_kills(tmp_path):
+    """The record of 200 kills is in docs/scaling.md."""
+    found = killed(3, 1, tmp_path)
+    assert found["kills"] >= 3
+    assert not any(found[name] for name in WRONG), found
+
+
+def test_what_the_kills_look_for_would_be_found(tmp_path):
+    (tmp_path / "releases.log").write_text("a one\na one\n")
+    assert trouble(tmp_path)["under-counts"] == 1
+    assert not trouble(tmp_path)["noise used twice"]
+    (tmp_path / "releases.log").write_text("a one\na two\n")
+    assert trouble(tmp_path)["noise used twice"] == 1
+
+
+@pytest.mark.parametrize("twin", twins_of(__name__), ids=str)
+def test_the_same_test_fails_on_the_broken_version(twin, tmp_path):
+    twin.must_fail(tmp_path)
