@@ -247,7 +247,7 @@ class _Run(Run):
             batches = self.captured.ahead(batches)
         with small, self.steps(progress) as done:
             for batch in batches:
-                if self.captured is not None and self.captured.holds(batch):
+                if self.captured is not None:
                     self._replayed(batch, self.captured)
                 else:
                     self._one(batch)
@@ -257,9 +257,8 @@ class _Run(Run):
 
     def _captured(self) -> CapturedStep | None:
         """Return the step as CUDA graphs, where the run is on a GPU and nothing is in the way."""
-        limit, public = self.problem.microbatch_size, self.plan.relation.public_size
-        fits = CapturedStep.fits(self.state, self.like)
-        if self.observers or limit is not None or not (public and fits):
+        public, fits = self.plan.relation.public_size, CapturedStep.fits(self.state, self.like)
+        if self.observers or not (public and fits):
             return None
         foreign = own_code(self.process.model, self.problem.likelihood)
         if foreign is not None:
@@ -271,8 +270,8 @@ class _Run(Run):
                 stacklevel=2,
             )
             return None
-        data = (self.x, self.y, self.rows.kept)
-        captured = CapturedStep(self.process, self.state, self.like, data, self.plan.sampler)
+        data, limit = (self.x, self.y, self.rows.kept), self.problem.microbatch_size
+        captured = CapturedStep(self.process, self.state, self.like, data, self.plan.sampler, limit)
         if not self.gate.audited():
             self.process.replays = captured.replays
         return captured
@@ -306,8 +305,6 @@ class _Run(Run):
 
     def _one(self, batch: Tensor) -> None:
         sigma = self.reserve()
-        if self.captured is not None:
-            self.watch.updated()  # replayed steps have moved the parameters
         records = batch.to(self.x.device)
         kept = self.rows.kept
         with self._drawing():

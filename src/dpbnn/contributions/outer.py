@@ -21,7 +21,7 @@ from dpbnn.contributions.rounding import (
     summed_rows,
     without,
 )
-from dpbnn.contributions.sites import CHANGED, KEPT, Site, scaled_sums, with_slack
+from dpbnn.contributions.sites import CHANGED, KEPT, Site, joined, scaled_sums, with_slack
 
 GRAM_COST = 3.0
 """Price of a float64 multiplication in the Gram form against a float32 one."""
@@ -260,7 +260,7 @@ class Outer(Site):
             for part, term in zip(parts, self.terms, strict=True):
                 if term.scale is not None:
                     part *= torch.linalg.vector_norm(term.scale, math.inf).double().clamp(min=1.0)
-            self._slack = gamma * torch.stack(parts).sum(0)
+            self._slack = gamma * (torch.stack(parts).sum(0) if len(parts) > 1 else parts[0])
         return self._slack
 
     def _pairs(self) -> dict[str, Tensor]:
@@ -361,7 +361,7 @@ class Outer(Site):
         keep = (
             len(self.terms) == 1
             and not self._rank_one
-            and self.shape.numel() <= max(first.kept_size, KEPT // self.batch)
+            and self.shape.numel() <= max(first.kept_size, (KEPT << self.wider // 2) // self.batch)
         )
         parts: dict[str, list[Tensor]] = {name: [] for name in self.shapes}
         slack, kept = self.slack(), []
@@ -378,7 +378,7 @@ class Outer(Site):
         if keep:
             self._kept = kept
             first.a, first.g = first.a.new_empty(0), first.g.new_empty(0)
-        return with_slack({name: torch.cat(values) for name, values in parts.items()}, slack)
+        return with_slack({name: joined(values) for name, values in parts.items()}, slack)
 
     def instantiate(self, rows: slice) -> dict[str, Tensor]:
         """Return the contributions of some examples without the data-free part."""

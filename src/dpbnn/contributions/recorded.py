@@ -10,6 +10,7 @@ from torch import Tensor
 from dpbnn.contributions.dense import Contributions, Draws, Weights
 from dpbnn.contributions.rounding import INFLATION, Bad, full_precision, not_finite, without
 from dpbnn.contributions.sites import Direct, Site, merge
+from dpbnn.contributions.together import Together, gathered
 
 
 class NetworkContributions(Contributions):
@@ -37,6 +38,7 @@ class NetworkContributions(Contributions):
     ) -> None:
         self.batch_size, self.shapes, self.device, self.draws = batch_size, shapes, device, draws
         self.dtype = self.summed_in = dtype
+        self._total: Tensor | None = None
         self._squares: Tensor | None = None
         seen = {name for site in sites for name in site.shapes}
         like = torch.empty(batch_size, dtype=dtype, device=device)
@@ -48,33 +50,43 @@ class NetworkContributions(Contributions):
         self._sites = merge([*sites, *unused])
         for site in self._sites:
             site.data_free = {n: d.detach() for n, d in data_free.items() if n in site.shapes}
+        self._sites = gathered(self._sites)
 
     def _norms(self) -> tuple[Tensor, Bad]:
-        """Return |c_i|^2 per released name and example, and which examples are not finite."""
-        if self._squares is None:
+        """Return |c_i|^2 of every example, and which examples are not finite."""
+        if self._total is None:
+            self._raw: dict[str, Tensor] = {}
             with full_precision(self.device):
-                raw: dict[str, Tensor] = {}
+                parts = []
                 for site in self._sites:
-                    raw |= site.squared_norms()
-                for name in self.shapes.keys() - raw.keys():
-                    raw[name] = torch.zeros(
-                        self.batch_size, dtype=torch.float64, device=self.device
-                    )
-                stacked = torch.stack([raw[name] for name in self.shapes]).mul_(INFLATION**2)
-                self._total = stacked.sum(0)
-                self._bad = not_finite(self._total)
-                self._squares = without(stacked, self._bad, 1)
-                without(self._total, self._bad)
-        return self._squares, self._bad
+                    if isinstance(site, Together):
+                        parts.append(site.total())
+                    else:
+                        found = site.squared_norms()
+                        parts += found.values()
+                        self._raw |= found
+                total = torch.stack(parts or [self._zeros()]).sum(0).mul_(INFLATION**2)
+                self._bad = not_finite(total)
+                self._total = without(total, self._bad)
+        return self._total, self._bad
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
 
     def squared_norms(self) -> dict[str, Tensor]:
         """Return |c_i|^2 per released name, never below the truth (float64, [batch])."""
-        return dict(zip(self.shapes, self._norms()[0].unbind(), strict=True))
+        if self._squares is None:
+            bad, raw = self._norms()[1], self._raw
+            with full_precision(self.device):
+                for site in self._sites:
+                    raw |= site.squared_norms() if isinstance(site, Together) else {}
+            stacked = torch.stack([raw[n] if n in raw else self._zeros() for n in self.shapes])
+            self._squares = without(stacked.mul_(INFLATION**2), bad, 1)
+        return dict(zip(self.shapes, self._squares.unbind(), strict=True))
 
     def norms(self) -> Tensor:
         """Return |c_i| over all released names, never below the truth (float64, [batch])."""
-        self._norms()
-        return self._total.sqrt()
+        return self._norms()[0].sqrt()
 
     def weighted_sum(self, w: Weights) -> dict[str, Tensor]:
         """Return sum_i w_i c_i per released name, in float32 or better."""

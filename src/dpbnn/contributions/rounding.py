@@ -19,6 +19,8 @@ Bad = Tensor | None
 """For every example whether it is not finite; or None: none is."""
 _PIECE = 1 << 14
 """Numbers summed in float32 before the sum goes on in float64."""
+_PART = 1 << 16
+"""Numbers of a row that one program of a GPU squares and adds up."""
 
 
 def accurate(t: Tensor) -> Tensor:
@@ -34,24 +36,32 @@ def row_squares(t: Tensor) -> Tensor:
     # Contiguous: over strided rows the sum is sequential, and may be 1e-3 too small.
     t = accurate(t).contiguous()
     tiny = t.shape[-1] * torch.finfo(torch.float32).tiny  # what squares too small for float32 lose
-    if t.is_cuda and t.dtype is torch.float32 and t.numel() and triton_kernels() is not None:
+    if _by_kernel(t):
         return _squares_on_gpu(t, tiny)
     rows: Tensor = torch.linalg.vector_norm(t, dim=-1)
     return rows.double().square_().add_(tiny)
 
 
+def _by_kernel(t: Tensor) -> bool:
+    single = t.dtype is torch.float32
+    return t.is_cuda and single and t.numel() > 0 and triton_kernels() is not None
+
+
 def _squares_on_gpu(t: Tensor, tiny: float) -> Tensor:
-    """Return `row_squares` by one kernel instead of four."""
-    out = torch.empty(t.shape[:-1], dtype=torch.float64, device=t.device)
+    """Return `row_squares` by one kernel, which adds up in float64; long rows in several parts."""
+    parts = -(-t.shape[-1] // _PART)
+    out = torch.empty(*t.shape[:-1], parts, dtype=torch.float64, device=t.device)
     with on_device(t.device):
-        launch = triton_kernels().squares_kernel[(out.numel(),)]
-        launch(t, out, t.shape[-1], tiny, BLOCK=2048, num_warps=8)
-    return out
+        launch = triton_kernels().squares_kernel[(out.numel() // parts, parts)]
+        launch(t, out, t.shape[-1], tiny / parts, PART=_PART, BLOCK=2048, num_warps=8)
+    return out.squeeze(-1) if parts == 1 else out.sum(-1)
 
 
 def squares(t: Tensor) -> Tensor:
     """Return each example's sum of squares over all but the first axis, in float64."""
     rows = t if t.dim() == 2 else t.reshape(t.shape[0], t.shape[1:].numel())
+    if _by_kernel(rows):
+        return row_squares(rows)
     whole = rows.shape[1] // _PIECE * _PIECE
     if not whole:
         return row_squares(rows)

@@ -72,7 +72,7 @@ class Site(ABC):
         for rows in self.slices():
             for name, values in self._whole(rows).items():
                 parts[name].append(squares(values.flatten(1)))
-        return with_slack({name: torch.cat(part) for name, part in parts.items()}, self.slack())
+        return with_slack({name: joined(part) for name, part in parts.items()}, self.slack())
 
     def weighted_sum(
         self, w: Mapping[str, Tensor], bad: Bad, exact: bool = False
@@ -136,6 +136,11 @@ class Site(ABC):
         return {name: value.view(self.shapes[name]) for name, value in sums.items()}
 
 
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the parts of a batch, in one tensor."""
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+
+
 def with_slack(squared: dict[str, Tensor], slack: Tensor | float) -> dict[str, Tensor]:
     """Return (|c| + slack)^2 for every |c|^2."""
     if isinstance(slack, float):
@@ -180,6 +185,8 @@ class Direct(Site):
     def slack(self) -> Tensor | float:
         """Return a bound on the rounding error of an instantiated contribution, per example."""
         total: Tensor | float = 0.0
+        if len(self.terms) == 1 and self.terms[0][1] is None:
+            return self.terms[0][2]
         for _, scale, slack in self.terms:
             if isinstance(slack, Tensor):
                 largest = 1.0 if scale is None else scale.abs().max().clamp(min=1.0)

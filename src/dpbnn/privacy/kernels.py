@@ -95,16 +95,17 @@ def add_kernel(
 
 
 @triton.jit
-def squares_kernel(rows, out, columns, tiny, BLOCK: tl.constexpr):
-    """Write one row's sum of squares plus `tiny` in float64; infinite beyond float32."""
-    row = tl.program_id(0).to(tl.int64)
+def squares_kernel(rows, out, columns, tiny, PART: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the sum of squares of one part of a row plus `tiny`, in float64; inf beyond float32."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     total = tl.zeros((BLOCK,), tl.float64)
-    for start in range(0, columns, BLOCK):
+    for start in range(part * PART, tl.minimum(columns, part * PART + PART), BLOCK):
         at = start + tl.arange(0, BLOCK)
-        part = tl.load(rows + row * columns + at, mask=at < columns, other=0.0).to(tl.float64)
-        total += part * part
+        values = tl.load(rows + row * columns + at, mask=at < columns, other=0.0).to(tl.float64)
+        total += values * values
     summed = tl.sum(total, 0)
-    tl.store(out + row, tl.where(summed > 3.4028234663852886e38, float("inf"), summed + tiny))
+    summed = tl.where(summed > 3.4028234663852886e38, float("inf"), summed + tiny)
+    tl.store(out + row * tl.num_programs(1) + part, summed)
 
 
 @triton.jit
