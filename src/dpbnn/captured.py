@@ -195,7 +195,9 @@ class CapturedStep(Replayed):
     def ahead(self, batches: Iterator[Tensor]) -> Iterator[Tensor]:
         """Yield the batches; many of them are drawn, and copied to the device, at once."""
         while block := list(itertools.islice(batches, _AHEAD)):
-            self._waiting.extend(part for batch in block for part in batch.split(self.capacity))
+            self._waiting.extend(
+                part for batch in block for part in torch.split(batch, self.capacity)
+            )
             yield from block
 
     def _next(self) -> None:
@@ -245,7 +247,7 @@ class CapturedStep(Replayed):
             sum_of: the gate's.
         """
         self.by_python = False
-        masks = [None] * self._parts if keep is None else keep.split(self.capacity)
+        masks = [None] * self._parts if keep is None else torch.split(keep, self.capacity)
         for index, mask in enumerate(masks):
             self._next()
             if mask is not None:

@@ -15,13 +15,16 @@ from torch import Tensor
 from dpbnn.contributions.rounding import (
     BLOCK,
     Bad,
+    accurate,
     finite,
     squares,
     sum_error,
     summed_rows,
+    wide,
     without,
 )
 from dpbnn.contributions.sites import CHANGED, KEPT, Site, joined, scaled_sums, with_slack
+from dpbnn.contributions.tiles import tile_error, tile_squares, tile_sums, tiled
 
 GRAM_COST = 3.0
 """Price of a float64 multiplication in the Gram form against a float32 one."""
@@ -61,12 +64,12 @@ class LinearFactors:
 
     def factors(self, examples: slice) -> tuple[Tensor, Tensor]:
         """Return a [batch * groups, T, columns] and g [batch * groups, T, rows]."""
-        a, g = self.a[examples], self.g[examples]
+        a, g = accurate(self.a[examples]), accurate(self.g[examples])
         return (a.unsqueeze(1), g.unsqueeze(1)) if a.dim() == 2 else (a, g)
 
     def summed(self, w: Tensor, bad: Bad, exact: bool) -> Tensor:
         """Return sum_i w_i G_i, shaped like the weight, in float64 where positions are summed."""
-        a, g = weighted_factors(self.a, self.g, w, bad)
+        a, g = weighted_factors(accurate(self.a), accurate(self.g), w, bad)
         if a.dim() > 2:
             a, g = a.flatten(0, 1), g.flatten(0, 1)
         return summed_rows(g, a, exact or self.positions > 1)
@@ -231,8 +234,15 @@ class Outer(Site):
     def _rank_one(self) -> bool:
         return all(term.a.dim() == 2 for term in self.terms)
 
+    @property
+    def _tiled(self) -> bool:
+        alone = len(self.terms) == 1 and not self._scaled and not self.data_free
+        return alone and self.form is None and tiled(self.terms[0].g)
+
     def _choose(self) -> str:
         special = self._scaled or bool(self.data_free)
+        if self._tiled:
+            return "tiles"
         if self.form is not None and not (special and self.form == "gram"):
             return self.form
         if self._rank_one and (len(self.terms) == 1 or special):
@@ -245,8 +255,15 @@ class Outer(Site):
 
     def squared_norms(self) -> dict[str, Tensor]:
         """Return |c_i|^2 per name, an upper bound up to a relative 1e-4 (float64, [batch])."""
-        forms = {"pairs": self._pairs, "gram": self._gram, "instantiated": self._instantiated}
+        forms = {
+            "pairs": self._pairs, "gram": self._gram, "instantiated": self._instantiated,
+            "tiles": self._squared_tiles,
+        }  # fmt: skip
         return forms[self._choose()]()
+
+    def _squared_tiles(self) -> dict[str, Tensor]:
+        value = tile_squares(self.terms[0].g, self.terms[0].a)
+        return with_slack(dict.fromkeys(self.shapes, value), self.slack())
 
     def slack(self) -> Tensor:
         """Return gamma sum_t |a_t| |g_t|, the rounding error of sums over positions.
@@ -255,7 +272,8 @@ class Outer(Site):
         """
         if self._slack is None:
             count = sum(term.positions for term in self.terms) + bool(self.data_free)
-            gamma = sum_error(count, self.terms[0].g.dtype)
+            gamma = sum_error(count, wide(self.terms[0].g.dtype))
+            gamma = tile_error(count) if self._tiled else gamma
             parts = [term.magnitude() for term in self.terms]
             for part, term in zip(parts, self.terms, strict=True):
                 if term.scale is not None:
@@ -404,6 +422,8 @@ class Outer(Site):
         if not self._kept:
             if term.a._version != term.version:
                 raise RuntimeError(CHANGED)
+            if self._tiled and not exact:
+                return tile_sums(term.g, term.a, w)
             alone = len(self.terms) == 1 and term.positions > 1
             if not (alone and self._choose() == "instantiated"):
                 return term.summed(w, bad, exact)

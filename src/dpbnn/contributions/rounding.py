@@ -23,9 +23,14 @@ _PART = 1 << 16
 """Numbers of a row that one program of a GPU squares and adds up."""
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return float32, or float64 where the dtype is that."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
 def accurate(t: Tensor) -> Tensor:
     """Return the tensor in float32, or in float64 if it already is."""
-    return t if t.dtype in (torch.float32, torch.float64) else t.float()
+    return t.to(wide(t.dtype))
 
 
 def row_squares(t: Tensor) -> Tensor:
@@ -34,17 +39,18 @@ def row_squares(t: Tensor) -> Tensor:
     Sums of squares beyond float32 come out infinite and count as non-finite.
     """
     # Contiguous: over strided rows the sum is sequential, and may be 1e-3 too small.
-    t = accurate(t).contiguous()
+    t = t.contiguous()
     tiny = t.shape[-1] * torch.finfo(torch.float32).tiny  # what squares too small for float32 lose
     if _by_kernel(t):
         return _squares_on_gpu(t, tiny)
+    t = accurate(t)
     rows: Tensor = torch.linalg.vector_norm(t, dim=-1)
     return rows.double().square_().add_(tiny)
 
 
 def _by_kernel(t: Tensor) -> bool:
-    single = t.dtype is torch.float32
-    return t.is_cuda and single and t.numel() > 0 and triton_kernels() is not None
+    exact = t.dtype in (torch.float32, torch.bfloat16)  # squares of them are, in float64
+    return t.is_cuda and exact and t.numel() > 0 and triton_kernels() is not None
 
 
 def _squares_on_gpu(t: Tensor, tiny: float) -> Tensor:

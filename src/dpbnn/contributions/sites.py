@@ -12,10 +12,12 @@ from torch import Tensor
 from dpbnn.contributions.rounding import (
     BLOCK,
     Bad,
+    accurate,
     finite,
     squares,
     sum_error,
     summed_rows,
+    wide,
     without,
 )
 
@@ -253,9 +255,10 @@ def summed_positions(h: Tensor, axis: int, squared: Tensor) -> tuple[Tensor, Ten
     """
     positions = h.shape[axis]
     if positions == 1:
-        return h.squeeze(axis), 0.0
-    gamma = sum_error(positions, h.dtype) * math.sqrt(positions)
-    return h.sum(axis), gamma * squared.sqrt()
+        return accurate(h.squeeze(axis)), 0.0
+    kind = wide(h.dtype)
+    gamma = sum_error(positions, kind) * math.sqrt(positions)
+    return h.sum(axis, dtype=kind), gamma * squared.sqrt()
 
 
 class Rows(Site):

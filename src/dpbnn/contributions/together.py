@@ -42,7 +42,8 @@ class Together(Site):
         found = squares(self.matrix)
         if not slacks:
             return found
-        return (found.sqrt() + torch.linalg.vector_norm(torch.stack(slacks), dim=0)).square()
+        both: Tensor = torch.linalg.vector_norm(torch.stack(slacks), dim=0)
+        return (found.sqrt() + both).square()
 
     def squared_norms(self) -> dict[str, Tensor]:
         """Return |c_i|^2 per name, an upper bound up to a relative 1e-4 (float64, [batch])."""
@@ -65,7 +66,7 @@ class Together(Site):
         (weights,) = given.values()
         matrix = finite(self.matrix, bad)
         flat = summed_rows(weights.to(matrix).unsqueeze(1), matrix, exact)[0]
-        parts = flat.split([shape.numel() for shape in self.shapes.values()])
+        parts = torch.split(flat, [shape.numel() for shape in self.shapes.values()])
         named = zip(self.shapes.items(), parts, strict=True)
         return {name: part.view(shape) for (name, shape), part in named}
 
