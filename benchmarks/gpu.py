@@ -41,7 +41,7 @@ def transformer(layers: int, width: int, heads: int, **options: bool | str) -> n
 
 def encoder() -> nn.Module:
     """Return a transformer of 4 layers, width 256, over sequences of tokens."""
-    pooled = nn.AdaptiveAvgPool2d((1, None)), nn.Flatten()
+    pooled = nn.AvgPool2d((128, 1)), nn.Flatten()
     return nn.Sequential(
         nn.Embedding(1000, 256), transformer(4, 256, 4), *pooled, nn.Linear(256, 10)
     )
@@ -50,7 +50,7 @@ def encoder() -> nn.Module:
 def vit() -> nn.Module:
     """Return a transformer of the size of ViT-S/16, over patches of 16 x 16 pixels."""
     blocks = transformer(12, 384, 6, activation="gelu", norm_first=True)
-    pooled = nn.AdaptiveAvgPool2d((1, None)), nn.Flatten()
+    pooled = nn.AvgPool2d((196, 1)), nn.Flatten()
     return nn.Sequential(
         nn.Linear(768, 384), blocks, nn.LayerNorm(384), *pooled, nn.Linear(384, 10)
     )
@@ -148,6 +148,7 @@ def private(case: Case, method: dpbnn.Method, sampling: str = "poisson") -> Time
         plan = dpbnn.plan(
             noise_multiplier=1.3, delta=1e-5, n=case.n, batch_size=case.batch,
             steps=case.steps * epochs, sampling=sampling,
+            relation="replace-one" if sampling == "fixed-size" else "zero-out",
         )  # fmt: skip
         training._Run.train = clocked  # type: ignore[method-assign]
         try:

@@ -77,11 +77,12 @@ def test_a_padded_batch_has_the_sum_of_the_batch(size, limit, monkeypatch):
     assert not step._waiting
 
 
-def test_all_parts_of_a_batch_see_the_same_weights(monkeypatch):
+@pytest.mark.parametrize("method", [dpbnn.BBP(learning_rate=0.1), dpbnn.VI(learning_rate=0.1)])
+def test_all_parts_of_a_batch_see_the_same_weights(method, monkeypatch):
     """The update gets one draw; a part at another draw would make its gradient a wrong one."""
     monkeypatch.setattr(captured, "_EAGER", 1000)
     model = dpbnn.networks.to_gaussian(network())
-    step, process, state = started(model, X, method=dpbnn.BBP(learning_rate=0.1))
+    step, process, state = started(model, X, method=method)
     batch = next(step.ahead(iter([torch.arange(70)])))
     found = silent()(step.load(batch, state), records=batch)
     drawn = dataclasses.replace(state, drawn=step.drawn)

@@ -33,7 +33,7 @@ from dpbnn.contributions.recorded import NetworkContributions
 from dpbnn.messages import unquoted
 from dpbnn.methods.method import Process
 from dpbnn.methods.state import State
-from dpbnn.privacy.chacha import flat_views, on_device, triton_kernels
+from dpbnn.privacy.chacha import flat_views, on_device, shared_flat, triton_kernels
 from dpbnn.privacy.contracts import Replayed
 from dpbnn.privacy.module_state import Change
 from dpbnn.privacy.sampling import Sampler
@@ -264,12 +264,11 @@ class CapturedStep(Replayed):
         if not self._totals:
             shapes = {name: value.shape for name, value in self._sums.items()}
             self._totals = flat_views(shapes, torch.float64, self.device)[1]
-        totals, sums = list(self._totals.values()), list(self._sums.values())
         if index == 1:
-            torch._foreach_copy_(totals, sums)
+            _copy(self._totals, self._sums)
         drawn = self.drawn
         self.replays(("more", key), lambda: self._sum(sum_of, (drawn,)), drawn)
-        torch._foreach_add_(totals, sums)
+        torch._foreach_add_(list(self._totals.values()), list(self._sums.values()))
 
     def released(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return noised sums in the dtype of releases, in the same tensors for every batch."""
@@ -278,7 +277,7 @@ class CapturedStep(Replayed):
         if not self._released:
             shapes = {name: value.shape for name, value in sums.items()}
             self._released = flat_views(shapes, self.dtype, self.device)[1]
-        torch._foreach_copy_([self._released[name] for name in sums], list(sums.values()))
+        _copy(self._released, sums)
         return dict(self._released)
 
     def _sum(self, sum_of: Sum, drawn: tuple[Any, ...] = ()) -> Any:
@@ -309,7 +308,7 @@ class CapturedStep(Replayed):
                 alike = {n: v.shape for n, v in sums.items() if v.dtype is kind}
                 found |= flat_views(alike, kind, self.device)[1]
             self._sums = {name: found[name] for name in self.shapes}
-        torch._foreach_copy_([self._sums[name] for name in sums], list(sums.values()))
+        _copy(self._sums, sums)
         self._compare()
         return state.drawn
 
@@ -328,6 +327,18 @@ class CapturedStep(Replayed):
         moved = any(p.data_ptr() != at for p, at in self._addresses)
         if moved or bool(self._changed):
             refuse_changes([Change("the network", "parameter", "weights")])
+
+
+def _copy(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
+    """Copy tensors by name, in as few kernels as can be."""
+    kinds = {value.dtype for value in sources.values()}
+    flats = [shared_flat([m[name] for name in targets]) for m in (targets, sources)]
+    if len(kinds) == 1 and flats[0] is not None and flats[1] is not None:
+        flats[0].copy_(flats[1])
+        return
+    for kind in kinds:  # torch has one kernel for all of a kind
+        names = [name for name, value in sources.items() if value.dtype is kind]
+        torch._foreach_copy_([targets[n] for n in names], [sources[n] for n in names])
 
 
 def own_code(model: nn.Module, likelihood: object) -> str | None:

@@ -16,29 +16,21 @@ from dpbnn.contributions.rounding import (
     BLOCK,
     Bad,
     accurate,
-    finite,
     squares,
     sum_error,
     summed_rows,
+    weighable,
+    weighted_factors,
     wide,
     without,
 )
-from dpbnn.contributions.sites import CHANGED, KEPT, Site, joined, scaled_sums, with_slack
+from dpbnn.contributions.sites import CHANGED, KEPT, Measured, Site, Slack, joined, scaled_sums
 from dpbnn.contributions.tiles import tile_error, tile_squares, tile_sums, tiled
 
 GRAM_COST = 3.0
 """Price of a float64 multiplication in the Gram form against a float32 one."""
 MAX_PAIRED_DRAWS = 8
 """Draws of a linear layer up to which products of pairs are cheaper than instantiation."""
-
-
-def weighted_factors(a: Tensor, g: Tensor, w: Tensor, bad: Bad) -> tuple[Tensor, Tensor]:
-    """Return a and g, the smaller of them times w, finite for the bad examples, whose w is zero."""
-    if a.numel() < g.numel():
-        other, scaled = weighted_factors(g, a, w, bad)
-        return scaled, other
-    scaled = finite(g * w.to(g).view(-1, *[1] * (g.dim() - 1)), bad)
-    return a if bad is None else torch.nan_to_num(a, 0.0, 0.0, 0.0), scaled
 
 
 class LinearFactors:
@@ -75,8 +67,8 @@ class LinearFactors:
         return summed_rows(g, a, exact or self.positions > 1)
 
     def magnitude(self) -> Tensor:
-        """Return a bound on sum_t |a_t| |g_t| per example (float64)."""
-        return (self.a_squares * self.g_squares).sqrt()
+        """Return a bound on (sum_t |a_t| |g_t|)^2 per example (float64)."""
+        return self.a_squares * self.g_squares
 
     def blocks(self, weights: Tensor) -> Tensor:
         """Return weight-shaped tensors in the order of a block's columns."""
@@ -175,7 +167,7 @@ class ConvFactors(LinearFactors):
         return self.unblocked(total.view(-1)).contiguous()
 
     def magnitude(self) -> Tensor:
-        """Return a bound on sum_t |a_t| |g_t| per example (float64).
+        """Return a bound on (sum_t |a_t| |g_t|)^2 per example (float64).
 
         A pixel lies in at most prod ceil(kernel / stride) patches (all taps if dilated).
         """
@@ -184,7 +176,7 @@ class ConvFactors(LinearFactors):
             size if d > 1 else -(-size // s)
             for size, s, d in zip(window.shape[2:], window.stride, window.dilation, strict=True)
         )
-        return (overlap * self.a_squares * self.g_squares).sqrt()
+        return overlap * self.a_squares * self.g_squares
 
 
 class Outer(Site):
@@ -207,7 +199,7 @@ class Outer(Site):
         self.wider = 4 if terms[0].g.is_cuda else 0
         self.shapes = {name: shape for name in names if name}
         self._kept: list[Tensor] = []
-        self._slack: Tensor | None = None
+        self._slack: Slack | None = None
 
     def joined(self, others: Sequence[Site]) -> Site:
         """Return one site for this and others that release some of the same names."""
@@ -253,35 +245,37 @@ class Outer(Site):
         gram = GRAM_COST * positions * (first.columns + first.rows)
         return "gram" if gram < first.columns * first.rows else "instantiated"
 
-    def squared_norms(self) -> dict[str, Tensor]:
-        """Return |c_i|^2 per name, an upper bound up to a relative 1e-4 (float64, [batch])."""
+    def measured(self) -> Measured:
+        """Return what `squared_norms` is made of."""
         forms = {
             "pairs": self._pairs, "gram": self._gram, "instantiated": self._instantiated,
             "tiles": self._squared_tiles,
         }  # fmt: skip
         return forms[self._choose()]()
 
-    def _squared_tiles(self) -> dict[str, Tensor]:
+    def _squared_tiles(self) -> Measured:
         value = tile_squares(self.terms[0].g, self.terms[0].a)
-        return with_slack(dict.fromkeys(self.shapes, value), self.slack())
+        return dict.fromkeys(self.shapes, value), self.slack()
 
-    def slack(self) -> Tensor:
+    def slack(self) -> Slack:
         """Return gamma sum_t |a_t| |g_t|, the rounding error of sums over positions.
 
         A data-free part is one more term: it may cancel the others and leave their rounding.
         """
         if self._slack is None:
             count = sum(term.positions for term in self.terms) + bool(self.data_free)
-            gamma = sum_error(count, wide(self.terms[0].g.dtype))
-            gamma = tile_error(count) if self._tiled else gamma
+            kind = wide(self.terms[0].g.dtype)
+            gamma = tile_error(count) if self._tiled else sum_error(count, kind)
             parts = [term.magnitude() for term in self.terms]
             for part, term in zip(parts, self.terms, strict=True):
                 if term.scale is not None:
-                    part *= torch.linalg.vector_norm(term.scale, math.inf).double().clamp(min=1.0)
-            self._slack = gamma * (torch.stack(parts).sum(0) if len(parts) > 1 else parts[0])
+                    largest = torch.linalg.vector_norm(term.scale, math.inf).double()
+                    part *= largest.clamp(min=1.0).square()
+            whole = torch.stack(parts).sqrt_().sum(0).square_() if len(parts) > 1 else parts[0]
+            self._slack = Slack(gamma, whole)
         return self._slack
 
-    def _pairs(self) -> dict[str, Tensor]:
+    def _pairs(self) -> Measured:
         """Return norms of rank-one gradients without forming them.
 
         |sum_r k_r * g_r a_r^T|^2 = sum_{r,s} (g_r * g_s)^T (k_r * k_s) (a_r * a_s); with a
@@ -302,7 +296,7 @@ class Outer(Site):
                 error_bound = error * (total.sqrt() + size.sqrt()).square()
                 total = (total + 2 * self._cross(index, constant) + size).clamp(min=0) + error_bound
             result[name] = total
-        return with_slack(result, self.slack() if len(self.terms) > 1 else 0.0)
+        return result, self.slack() if len(self.terms) > 1 else 0.0
 
     def _alone(self, index: int, product: Tensor) -> Tensor:
         term = self.terms[0]
@@ -334,7 +328,7 @@ class Outer(Site):
             total = total + (a @ d.T).mul_(g).sum(1).double()
         return total
 
-    def _gram(self) -> dict[str, Tensor]:
+    def _gram(self) -> Measured:
         """Return |sum_t g_t a_t^T|^2 = sum_{s,t} (a_s . a_t)(g_s . g_t), in float64."""
         positions = sum(term.positions for term in self.terms)
         first = self.terms[0]
@@ -347,7 +341,7 @@ class Outer(Site):
             products = torch.bmm(a, a.mT).mul_(torch.bmm(g, g.mT))
             parts.append(products.view(rows.stop - rows.start, -1).sum(1))
         value = torch.cat(parts).clamp(min=0)
-        return with_slack(dict.fromkeys(self.shapes, value), self.slack())
+        return dict.fromkeys(self.shapes, value), self.slack()
 
     def _accumulate(self, rows: slice) -> Tensor:
         if self._kept:
@@ -374,7 +368,7 @@ class Outer(Site):
     def _flat(self, weights: Tensor) -> Tensor:
         return self.terms[0].blocks(weights).reshape(-1)
 
-    def _instantiated(self) -> dict[str, Tensor]:
+    def _instantiated(self) -> Measured:
         first = self.terms[0]
         keep = (
             len(self.terms) == 1
@@ -396,7 +390,7 @@ class Outer(Site):
         if keep:
             self._kept = kept
             first.a, first.g = first.a.new_empty(0), first.g.new_empty(0)
-        return with_slack({name: joined(values) for name, values in parts.items()}, slack)
+        return {name: joined(values) for name, values in parts.items()}, slack
 
     def instantiate(self, rows: slice) -> dict[str, Tensor]:
         """Return the contributions of some examples without the data-free part."""
@@ -430,7 +424,8 @@ class Outer(Site):
         start, total = 0, None
         for kept in self._kept or (self._accumulate(rows) for rows in self.slices()):
             stop, weights = start + len(kept), w.to(kept)
-            part = summed_rows(weights[start:stop, None], finite(kept, bad), exact)[0]
+            rows = weighable(kept, bad, exact)
+            part = summed_rows(weights[start:stop, None], rows, exact)[0]
             if total is not None and self.batch > BLOCK[torch.float32]:
                 total = total.double()
             total = part if total is None else total.add_(part)

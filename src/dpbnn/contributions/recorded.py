@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dpbnn.contributions.dense import Contributions, Draws, Weights
 from dpbnn.contributions.rounding import INFLATION, Bad, full_precision, not_finite, without
-from dpbnn.contributions.sites import Direct, Site, merge
-from dpbnn.contributions.together import Together, gathered
+from dpbnn.contributions.sites import AnySlack, Direct, Measured, Site, merge, with_slack
+from dpbnn.contributions.together import Together, gathered, total_squares
 
 
 class NetworkContributions(Contributions):
@@ -40,6 +40,7 @@ class NetworkContributions(Contributions):
         self.dtype = self.summed_in = dtype
         self._total: Tensor | None = None
         self._squares: Tensor | None = None
+        self._measured: dict[int, Measured] = {}
         seen = {name for site in sites for name in site.shapes}
         like = torch.empty(batch_size, dtype=dtype, device=device)
         unused = [
@@ -50,22 +51,20 @@ class NetworkContributions(Contributions):
         self._sites = merge([*sites, *unused])
         for site in self._sites:
             site.data_free = {n: d.detach() for n, d in data_free.items() if n in site.shapes}
-        self._sites = gathered(self._sites)
 
     def _norms(self) -> tuple[Tensor, Bad]:
         """Return |c_i|^2 of every example, and which examples are not finite."""
         if self._total is None:
-            self._raw: dict[str, Tensor] = {}
+            self._groups = gathered(self._sites)
             with full_precision(self.device):
-                parts = []
-                for site in self._sites:
+                parts: list[tuple[Tensor, AnySlack]] = [(self._zeros(), 0.0)]
+                for site in self._groups:
                     if isinstance(site, Together):
                         parts.append(site.total())
                     else:
-                        found = site.squared_norms()
-                        parts += found.values()
-                        self._raw |= found
-                total = torch.stack(parts or [self._zeros()]).sum(0).mul_(INFLATION**2)
+                        values, slack = self._measured[id(site)] = site.measured()
+                        parts += ((value, slack) for value in values.values())
+                total = total_squares(parts).mul_(INFLATION**2)
                 self._bad = not_finite(total)
                 self._total = without(total, self._bad)
         return self._total, self._bad
@@ -76,10 +75,11 @@ class NetworkContributions(Contributions):
     def squared_norms(self) -> dict[str, Tensor]:
         """Return |c_i|^2 per released name, never below the truth (float64, [batch])."""
         if self._squares is None:
-            bad, raw = self._norms()[1], self._raw
+            bad, raw = self._norms()[1], dict[str, Tensor]()
             with full_precision(self.device):
-                for site in self._sites:
-                    raw |= site.squared_norms() if isinstance(site, Together) else {}
+                for site in self._groups:
+                    known = self._measured.get(id(site))
+                    raw |= site.squared_norms() if known is None else with_slack(*known)
             stacked = torch.stack([raw[n] if n in raw else self._zeros() for n in self.shapes])
             self._squares = without(stacked.mul_(INFLATION**2), bad, 1)
         return dict(zip(self.shapes, self._squares.unbind(), strict=True))
@@ -100,7 +100,7 @@ class NetworkContributions(Contributions):
         weights = {name: once[id(values)] for name, values in given.items()}
         sums: dict[str, Tensor] = {}
         with full_precision(self.device):
-            for site in self._sites:
+            for site in self._groups:
                 sums |= site.weighted_sum(weights, bad, self.summed_in is torch.float64)
         return {
             name: sums[name]

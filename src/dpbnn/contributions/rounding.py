@@ -19,7 +19,7 @@ Bad = Tensor | None
 """For every example whether it is not finite; or None: none is."""
 _PIECE = 1 << 14
 """Numbers summed in float32 before the sum goes on in float64."""
-_PART = 1 << 16
+_PART = 1 << 13
 """Numbers of a row that one program of a GPU squares and adds up."""
 
 
@@ -84,12 +84,32 @@ def not_finite(total: Tensor) -> Bad:
     return bad if total.device.type != "cpu" or bool(bad.any()) else None
 
 
+def _weighs(a: Tensor, exact: bool) -> bool:
+    """Return whether a kernel adds up weighted rows; it leaves out those of weight zero."""
+    few = a.dtype is torch.float32 and len(a) <= BLOCK[torch.float32]
+    return few and not exact and _by_kernel(a)
+
+
+def weighable(t: Tensor, bad: Bad, exact: bool) -> Tensor:
+    """Return rows for `summed_rows` with one weight each, which is zero for the bad examples."""
+    return t if _weighs(t, exact) else finite(t, bad)
+
+
 def finite(t: Tensor, bad: Bad) -> Tensor:
     """Return the tensor in place with zeros for what is not finite, if some examples are bad.
 
     Their weights are zero, so their products then are too. Good examples have nothing to replace.
     """
     return t if bad is None else t.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def weighted_factors(a: Tensor, g: Tensor, w: Tensor, bad: Bad) -> tuple[Tensor, Tensor]:
+    """Return a and g, the smaller of them times w, finite for the bad examples, whose w is zero."""
+    if a.numel() < g.numel():
+        other, scaled = weighted_factors(g, a, w, bad)
+        return scaled, other
+    scaled = finite(g * w.to(g).view(-1, *[1] * (g.dim() - 1)), bad)
+    return a if bad is None else torch.nan_to_num(a, 0.0, 0.0, 0.0), scaled
 
 
 def without(t: Tensor, bad: Bad, axis: int = 0) -> Tensor:
@@ -156,6 +176,8 @@ def summed_rows(g: Tensor, a: Tensor, exact: bool = False) -> Tensor:
             rows, which may cancel and be far larger than its contribution.
     """
     step = BLOCK[a.dtype]
+    if g.shape[1] == 1 and _weighs(a, exact):
+        return _weighted_on_gpu(g, a)
     if exact and a.dtype is not torch.float64:
         blocks = (
             g[i : i + step].double().T @ a[i : i + step].double() for i in range(0, len(a), step)
@@ -168,6 +190,16 @@ def summed_rows(g: Tensor, a: Tensor, exact: bool = False) -> Tensor:
     for block in blocks:
         total += block
     return total
+
+
+def _weighted_on_gpu(w: Tensor, a: Tensor) -> Tensor:
+    """Return w^T a by one kernel, which reads nothing but zeros of rows whose weight is zero."""
+    columns = a.shape[1]
+    out = torch.empty(1, columns, dtype=a.dtype, device=a.device)
+    with on_device(a.device):
+        launch = triton_kernels().weighted_kernel[(-(-columns // 256),)]
+        launch(w.contiguous(), a.contiguous(), out, len(a), columns, ROWS=16, BLOCK=256)
+    return out
 
 
 _SWITCHES: dict[str, list[Any]] = {

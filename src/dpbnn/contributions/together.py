@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dpbnn.contributions.rounding import Bad, finite, squares, summed_rows
-from dpbnn.contributions.sites import Direct, Site
+from dpbnn.contributions.rounding import Bad, squares, summed_rows, weighable
+from dpbnn.contributions.sites import AnySlack, Direct, Site, Slack, with_slack
 
-__all__ = ["Together", "gathered"]
+__all__ = ["Together", "gathered", "total_squares"]
 
 _FEW = 4  # sites that are as quick one by one
 
@@ -36,14 +36,14 @@ class Together(Site):
             self._matrix = torch.cat([site.terms[0][0].flatten(1) for site in self.sites], 1)
         return self._matrix
 
-    def total(self) -> Tensor:
-        """Return |c_i|^2 over all names, never below the truth but for `INFLATION`."""
-        slacks = [slack for site in self.sites if isinstance(slack := site.slack(), Tensor)]
+    def total(self) -> tuple[Tensor, Slack | float]:
+        """Return |c_i|^2 over all names as computed, and a bound on what rounding has lost."""
+        slacks = [slack for site in self.sites if isinstance(slack := site.slack(), Slack)]
         found = squares(self.matrix)
         if not slacks:
-            return found
-        both: Tensor = torch.linalg.vector_norm(torch.stack(slacks), dim=0)
-        return (found.sqrt() + both).square()
+            return found, 0.0
+        whole = torch.stack([slack.squared for slack in slacks]).sum(0)
+        return found, Slack(max(slack.gamma for slack in slacks), whole)
 
     def squared_norms(self) -> dict[str, Tensor]:
         """Return |c_i|^2 per name, an upper bound up to a relative 1e-4 (float64, [batch])."""
@@ -64,7 +64,7 @@ class Together(Site):
             sums = (site.raw_sum(w, bad, exact) for site in self.sites)
             return {name: value for own in sums for name, value in own.items()}
         (weights,) = given.values()
-        matrix = finite(self.matrix, bad)
+        matrix = weighable(self.matrix, bad, exact)
         flat = summed_rows(weights.to(matrix).unsqueeze(1), matrix, exact)[0]
         parts = torch.split(flat, [shape.numel() for shape in self.shapes.values()])
         named = zip(self.shapes.items(), parts, strict=True)
@@ -80,9 +80,29 @@ def gathered(sites: Sequence[Site]) -> list[Site]:
         and site.single
         and site.squared is None
         and len(site.names) == len(site.shapes) == 1
+        and isinstance(site.slack(), Slack | float)
     ]
     kinds = {site.terms[0][0].dtype for site in small}
     if len(small) < _FEW or len(kinds) > 1:
         return list(sites)
     alone = {id(site) for site in small}
     return [*(site for site in sites if id(site) not in alone), Together(small)]
+
+
+def total_squares(parts: Sequence[tuple[Tensor, AnySlack]]) -> Tensor:
+    """Return the sum of (|c| + slack)^2 over parts of contributions, those alike in one pass.
+
+    Args:
+        parts: |c_i|^2 and slack of each.
+    """
+    found: list[Tensor] = []
+    alike: dict[float, list[tuple[Tensor, Tensor]]] = {}
+    for value, slack in parts:
+        if isinstance(slack, Slack):
+            alike.setdefault(slack.gamma, []).append((value, slack.squared))
+        else:
+            found += with_slack({"": value}, slack).values()
+    for gamma, pairs in alike.items():
+        values, squared = (torch.stack(own) for own in zip(*pairs, strict=True))
+        found.append(values.sqrt_().add_(squared.sqrt_(), alpha=gamma).square_().sum(0))
+    return torch.stack(found).sum(0)

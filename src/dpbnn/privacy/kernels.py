@@ -109,6 +109,20 @@ def squares_kernel(rows, out, columns, tiny, PART: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
+def weighted_kernel(weights, values, out, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write sum_i w_i v_i for a block of columns; a row of weight 0 is left out, finite or not."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS)
+        w = tl.load(weights + row, mask=row < rows, other=0.0)
+        place = values + row.to(tl.int64)[:, None] * columns + at[None, :]
+        found = tl.load(place, mask=(w != 0)[:, None] & (at < columns)[None, :], other=0.0)
+        total += tl.sum(found * w[:, None], 0)
+    tl.store(out + at, total, mask=at < columns)
+
+
+@triton.jit
 def differs_kernel(one, two, flag, size, BLOCK: tl.constexpr):
     """Set the flag where the bits of two int64 tensors differ."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
