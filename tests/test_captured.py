@@ -273,7 +273,7 @@ def released(watch=None, steps=30):
 
     make = lambda: dpbnn.mlp(6, (60, 60), 3)  # noqa: E731
     _, run = fitted(dpbnn.SGD(), make, steps=steps, watch=both, debug_seed=None)
-    assert run.captured.replays.count == 2
+    assert run.captured.replays.count >= 2
     return torch.stack(found).double().cpu()
 
 
@@ -306,7 +306,7 @@ def test_dropout_masks_differ_from_step_to_step_and_resume_as_they_were(tmp_path
     make = lambda: network(dropout=0.5)  # noqa: E731
     method = dpbnn.MCDropout(learning_rate=0.5)
     whole, run = fitted(method, make, steps=24, out=tmp_path / "whole", checkpoint_every=10)
-    assert run.captured.replays.count == 2
+    assert run.captured.replays.count >= 2
 
     def stops(patch):
         once = training._Run._replayed
@@ -357,23 +357,29 @@ def test_neighbours_are_as_far_apart_as_the_sensitivity_through_captured_steps(n
 
 @gpu
 def test_the_loop_waits_for_nothing():
+    seen = []
+
     def strict(patch):
         once = training._Run._replayed
 
-        def checked(run, *arguments):
-            graphs = run.captured.replays.count >= 2 and run.step < 136  # then iterates are stored
-            mode = "error" if graphs else "default"
-            torch.cuda.set_sync_debug_mode(mode)
+        def checked(run, batch, step):
+            all_graphs = step.replays.count >= 4 or len(batch) <= step.capacity
+            replayed = step.replays.count >= 2 and all_graphs and not step.by_python
+            strict = replayed and run.step < 136  # then iterates are stored
+            torch.cuda.set_sync_debug_mode("error" if strict else "default")
             try:
-                once(run, *arguments)
+                once(run, batch, step)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
+            seen.append(strict)
 
         patch.setattr(training._Run, "_replayed", checked)
 
     for name in ("sgd", "sgld", "bbp"):
         method, make, _ = METHODS[name]
+        seen.clear()
         fitted(method, make, steps=140, watch=strict)
+        assert sum(seen) > 80
 
 
 class Branches(nn.Module):
@@ -418,7 +424,7 @@ def test_many_steps_leave_the_memory_as_it_was():
         patch.setattr(training._Run, "_replayed", noted)
 
     _, run = fitted(dpbnn.SGD(), steps=10_000, watch=measured)
-    assert run.captured.replays.count == 4  # sums and updates of one part, and of several
+    assert run.captured.replays.count > 2  # also of batches above the capacity
     assert used[9_990][0] <= used[500][0] + 2**16
     assert used[9_990][1] <= used[500][1] + 2**21
 

@@ -21,6 +21,8 @@ _PIECE = 1 << 14
 """Numbers summed in float32 before the sum goes on in float64."""
 _PART = 1 << 13
 """Numbers of a row that one program of a GPU squares and adds up."""
+_LONG = 1 << 16
+"""Length of rows from which a kernel that takes 256 columns at a time fills a GPU."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -87,7 +89,7 @@ def not_finite(total: Tensor) -> Bad:
 def _weighs(a: Tensor, exact: bool) -> bool:
     """Return whether a kernel adds up weighted rows; it leaves out those of weight zero."""
     few = a.dtype is torch.float32 and len(a) <= BLOCK[torch.float32]
-    return few and not exact and _by_kernel(a)
+    return few and a.shape[1] >= _LONG and not exact and _by_kernel(a)
 
 
 def weighable(t: Tensor, bad: Bad, exact: bool) -> Tensor:

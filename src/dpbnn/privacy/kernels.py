@@ -133,9 +133,12 @@ def differs_kernel(one, two, flag, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _tile(g, a, example, positions, rows, columns, m, n, SIZE: tl.constexpr, STEP: tl.constexpr):
+def _tile(
+    g, a, example, positions, rows, columns, m, n,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Return a tile of one example's sum_t g_t a_t^T, products exact and added up in float32."""
-    total = tl.zeros((SIZE, SIZE), tl.float32)
+    total = tl.zeros((HIGH, WIDE), tl.float32)
     for start in range(0, positions, STEP):
         t = start + tl.arange(0, STEP)
         at = (example * positions + t)[:, None]
@@ -151,14 +154,14 @@ def _tile(g, a, example, positions, rows, columns, m, n, SIZE: tl.constexpr, STE
 @triton.jit
 def tile_squares_kernel(
     g, a, out, positions, rows, columns, tiny,
-    SIZE: tl.constexpr, STEP: tl.constexpr,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Write the sum of squares of one tile of one example's gradient; out is [example, tile]."""
     tile, example = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    across = tl.cdiv(columns, SIZE)
-    m = tile // across * SIZE + tl.arange(0, SIZE)
-    n = tile % across * SIZE + tl.arange(0, SIZE)
-    part = _tile(g, a, example, positions, rows, columns, m, n, SIZE, STEP)
+    across = tl.cdiv(columns, WIDE)
+    m = tile // across * HIGH + tl.arange(0, HIGH)
+    n = tile % across * WIDE + tl.arange(0, WIDE)
+    part = _tile(g, a, example, positions, rows, columns, m, n, HIGH, WIDE, STEP)
     found = tl.sum(tl.sum(part * part, 1), 0).to(tl.float64) + tiny
     tl.store(out + example * tl.num_programs(0) + tile, found)
 
@@ -166,17 +169,17 @@ def tile_squares_kernel(
 @triton.jit
 def tile_sums_kernel(
     g, a, weights, out, examples, run, positions, rows, columns,
-    SIZE: tl.constexpr, STEP: tl.constexpr,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Write one tile of sum_i w_i G_i over a run of examples; out is [run, rows, columns]."""
     tile, first = tl.program_id(0), tl.program_id(1).to(tl.int64) * run
-    across = tl.cdiv(columns, SIZE)
-    m = tile // across * SIZE + tl.arange(0, SIZE)
-    n = tile % across * SIZE + tl.arange(0, SIZE)
-    total = tl.zeros((SIZE, SIZE), tl.float32)
+    across = tl.cdiv(columns, WIDE)
+    m = tile // across * HIGH + tl.arange(0, HIGH)
+    n = tile % across * WIDE + tl.arange(0, WIDE)
+    total = tl.zeros((HIGH, WIDE), tl.float32)
     for example in range(first, tl.minimum(first + run, examples)):
         w = tl.load(weights + example)
-        part = _tile(g, a, example, positions, rows, columns, m, n, SIZE, STEP)
+        part = _tile(g, a, example, positions, rows, columns, m, n, HIGH, WIDE, STEP)
         total += tl.where(w != 0, part * w, 0.0)  # a weight of 0 may be that of one not finite
     at = (tl.program_id(1).to(tl.int64) * rows + m)[:, None] * columns + n[None, :]
     tl.store(out + at, total, mask=(m < rows)[:, None] & (n < columns)[None, :])
