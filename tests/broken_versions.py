@@ -25,6 +25,7 @@ from torch import nn
 import dpbnn
 from dpbnn import audit, checkpoint, messages, networks, resume, rows, runs, storage, training
 from dpbnn.calibration import release
+from dpbnn.captured import CapturedStep
 from dpbnn.contributions import Contributions, DenseContributions, outer, recorded, sites
 from dpbnn.contributions.attach import Attached
 from dpbnn.contributions.dense import ChunkedContributions
@@ -1302,3 +1303,17 @@ def add_remove_sums_are_float32(patch: Patch) -> None:
 
 def clips_may_be_tiny(patch: Patch) -> None:
     patch.setattr("dpbnn.privacy.gate._SMALLEST_CLIP", {torch.float32: 0.0, torch.float64: 0.0})
+
+
+# Batches above the capacity of a captured step
+
+
+def large_batches_lose_their_rest(patch: Patch) -> None:
+    load = CapturedStep.load
+
+    def first_part_alone(self, batch, state):
+        load(self, batch, state)
+        self._parts = 1
+        return self
+
+    patch.setattr(CapturedStep, "load", first_part_alone)

@@ -9,6 +9,7 @@ import random
 import signal
 import warnings
 
+import broken_versions as broken
 import numpy as np
 import pytest
 import torch
@@ -91,6 +92,17 @@ def test_all_parts_of_a_batch_see_the_same_weights(method, monkeypatch):
     for name in wanted:
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-6)
     assert any((wanted[name] - other[name]).abs().max() > 1e-3 for name in wanted)
+
+
+@pytest.mark.parametrize("version", [broken.large_batches_lose_their_rest])
+def test_a_truncated_batch_would_be_seen(version, monkeypatch):
+    """The accountant knows of no truncation."""
+    version(monkeypatch)
+    step, process, state = started(network(), X)
+    batch = next(step.ahead(iter([torch.arange(30)])))
+    found = silent()(step.load(batch, state), records=batch)
+    wanted = silent()(process.contribute(state, X[batch], Y[batch]))
+    assert any((found[name] - wanted[name]).abs().max() > 1e-3 for name in wanted)
 
 
 def test_parts_have_room_for_most_batches():
