@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import dpbnn
-from dpbnn.contributions.rounding import row_squares, squares
+from dpbnn.contributions.rounding import row_squares, squares, summed_rows, weighable
 from dpbnn.contributions.tiles import tile_error, tile_squares, tile_sums
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -140,3 +140,15 @@ def test_weights_under_autocast_are_those_of_the_present_step():
             model[0].weight.mul_(-3.0)
         after = attached(x, y).norms()
     assert not torch.allclose(before, after, rtol=0.01)
+
+
+@pytest.mark.parametrize("columns", [700, 70_001])
+def test_weighted_sums_of_long_rows_leave_out_what_has_no_weight(columns):
+    torch.manual_seed(0)
+    rows, w = torch.randn(37, columns, device="cuda"), torch.rand(37, device="cuda")
+    w[5] = 0.0
+    wanted = w.double() @ rows.double()
+    rows[5] = torch.nan
+    bad = rows.isnan().any(1)
+    found = summed_rows(w[:, None], weighable(rows, bad, exact=False))[0]
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
