@@ -37,6 +37,7 @@ from dpbnn import (
     units,
 )
 from dpbnn.calibration import release
+from dpbnn.captured import CapturedStep
 from dpbnn.contributions import Contributions, DenseContributions, outer, recorded, sites
 from dpbnn.contributions.attach import Attached
 from dpbnn.contributions.dense import ChunkedContributions
@@ -148,7 +149,7 @@ def gram_norms_are_taken_in_float32(patch: Patch) -> None:
     def naive(self):
         a, g = self.terms[0].factors(slice(None))
         value = (torch.bmm(a, a.mT) * torch.bmm(g, g.mT)).sum((1, 2)).clamp(min=0)
-        return dict.fromkeys(self.shapes, value.double())
+        return dict.fromkeys(self.shapes, value.double()), 0.0
 
     patch.setattr(Outer, "_gram", naive)
 
@@ -1593,3 +1594,18 @@ def noise_depends_on_the_ranks(patch: Patch) -> None:
         return NoiseSource.from_key(source.key, source.step, purpose=f"ranks {self.group.size}")
 
     around(patch, resume.Run, "_noise", drawn)
+    patch.setattr("dpbnn.privacy.gate._SMALLEST_CLIP", {torch.float32: 0.0, torch.float64: 0.0})
+
+
+# Batches above the capacity of a captured step
+
+
+def large_batches_lose_their_rest(patch: Patch) -> None:
+    load = CapturedStep.load
+
+    def first_part_alone(self, batch, state):
+        load(self, batch, state)
+        self._parts = 1
+        return self
+
+    patch.setattr(CapturedStep, "load", first_part_alone)

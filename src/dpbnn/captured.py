@@ -4,19 +4,22 @@ Two parts of a step are graphs: a batch's clipped sum, from the gather of its re
 update of the method. Between them the gate adds the noise, by a kernel of its own with the key of
 that release: no noise is ever part of a graph.
 
-Batches are padded to a public capacity with rows that count as zero. A batch above it takes the
-ordinary path as a whole. What changes from step to step lies in device memory: the records, the
-parameters, the state of torch's generator. All else that a graph depends on is part of its key, so
-that another value is another graph. What cannot be captured runs as it would on the CPU.
+Batches are padded to a public capacity with rows that count as zero. A batch above it is summed in
+parts, by one replay for each; their sums are added up in float64, as those of microbatches are.
+What changes from step to step lies in device memory: the records, the parameters, the state of
+torch's generator. All else that a graph depends on is part of its key, so that another value is
+another graph. What cannot be captured runs as it would on the CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import random
 import warnings
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
@@ -30,7 +33,7 @@ from dpbnn.contributions.recorded import NetworkContributions
 from dpbnn.messages import unquoted
 from dpbnn.methods.method import Process
 from dpbnn.methods.state import State
-from dpbnn.privacy.chacha import flat_views, on_device, triton_kernels
+from dpbnn.privacy.chacha import flat_views, on_device, shared_flat, triton_kernels
 from dpbnn.privacy.contracts import Replayed
 from dpbnn.privacy.module_state import Change
 from dpbnn.privacy.sampling import Sampler
@@ -40,7 +43,8 @@ __all__ = ["CapturedStep", "Replays"]
 
 _EAGER = 2  # times that work runs as it is before it is captured
 _GRAPHS = 8  # graphs of a run at most
-_AHEAD = 64  # batches that are drawn and copied at once
+Sum = Callable[[NetworkContributions, Tensor], dict[str, Tensor]]
+_AHEAD = 64  # batches that are drawn at once, and parts of them that are copied at once
 
 
 class Replays:
@@ -54,6 +58,7 @@ class Replays:
         self._seen: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._refused = False
+        self._pool: Any = None
 
     @property
     def count(self) -> int:
@@ -96,8 +101,10 @@ class Replays:
 
     def _captured(self, work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         graph, before = torch.cuda.CUDAGraph(), _host_generators()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # One pool: graphs run one after another, and what they return is held here.
+        with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
             result = work()
+        self._pool = graph.pool()
         if _host_generators() != before:
             raise RuntimeError("numbers were drawn on the CPU, and would be the same ever after")
         return graph, result
@@ -129,6 +136,7 @@ class CapturedStep(Replayed):
         like: contributions of no record at all.
         data: inputs, targets, and which records count, all on the device.
         sampler: says how large batches are.
+        limit: most examples recorded at once; None is no limit.
 
     Attributes:
         drawn: what the present step has drawn without the data.
@@ -142,16 +150,22 @@ class CapturedStep(Replayed):
         like: NetworkContributions,
         data: tuple[Any, Tensor, Tensor | None],
         sampler: Sampler,
+        limit: int | None = None,
     ) -> None:
         self.process, self._state, self._like = process, state, like
         self.x, self.y, self.kept = data
         self.shapes, self.device, self.dtype = like.shapes, like.device, like.dtype
         self.summed_in, self.sum_error = like.summed_in, like.sum_error
-        self.capacity, self.batch_size = capacity(sampler, len(self.y)), 0
+        whole = capacity(sampler, len(self.y))
+        self.capacity, self.batch_size = min(whole, limit or whole), 0
         self.replays = Replays()
         self._block = torch.full((_AHEAD, self.capacity), -1, device=self.device)
-        self._row, self._at = 0, torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._row, self._rows = 0, 0
+        self._at = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._waiting: deque[Tensor] = deque()
+        self._parts = 1
         self._sums: dict[str, Tensor] = {}
+        self._totals: dict[str, Tensor] = {}
         self._released: dict[str, Tensor] = {}
         parameters = state.parameters
         kind = next(iter(parameters.values())).dtype
@@ -179,28 +193,32 @@ class CapturedStep(Replayed):
         )
 
     def ahead(self, batches: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Yield the batches; many of them are drawn and copied to the device at once."""
+        """Yield the batches; many of them are drawn, and copied to the device, at once."""
         while block := list(itertools.islice(batches, _AHEAD)):
-            padded = np.full((len(block), self.capacity), -1)
-            for row, batch in zip(padded, block, strict=True):
-                if self.holds(batch):
-                    row[: len(batch)] = batch.numpy()
-            here = torch.from_numpy(padded)
-            here = here.pin_memory() if self.device.type == "cuda" else here
-            self._block[: len(block)].copy_(here, non_blocking=True)
-            self._at.zero_()
-            for self._row, batch in enumerate(block):
-                yield batch
-                if not self.holds(batch):
-                    self._at += 1  # `_sum` does it for the others
+            self._waiting.extend(
+                part for batch in block for part in torch.split(batch, self.capacity)
+            )
+            yield from block
 
-    def holds(self, batch: Tensor) -> bool:
-        """Return whether a batch is within the capacity."""
-        return len(batch) <= self.capacity
+    def _next(self) -> None:
+        """Go on to the next part of a batch; many are copied to the device at once."""
+        self._row += 1
+        if self._row < self._rows:
+            return
+        parts = [self._waiting.popleft() for _ in range(min(_AHEAD, len(self._waiting)))]
+        padded = np.full((len(parts), self.capacity), -1)
+        for row, part in zip(padded, parts, strict=True):
+            row[: len(part)] = part.numpy()
+        here = torch.from_numpy(padded)
+        here = here.pin_memory() if self.device.type == "cuda" else here
+        self._block[: len(parts)].copy_(here, non_blocking=True)
+        self._at.zero_()
+        self._row, self._rows = 0, len(parts)
 
     def load(self, batch: Tensor, state: State) -> CapturedStep:
         """Return the contributions of the batch that `ahead` has yielded."""
         self.batch_size, self._state = len(batch), state
+        self._parts = max(1, -(-len(batch) // self.capacity))
         return self
 
     @contextlib.contextmanager
@@ -217,7 +235,7 @@ class CapturedStep(Replayed):
         self,
         key: Hashable,
         keep: Tensor | None,
-        sum_of: Callable[[NetworkContributions, Tensor], dict[str, Tensor]],
+        sum_of: Sum,
     ) -> dict[str, Tensor]:
         """Return the sum that `sum_of` makes of contributions and of which examples to keep.
 
@@ -228,12 +246,29 @@ class CapturedStep(Replayed):
             keep: which examples of the batch to keep; None is all.
             sum_of: the gate's.
         """
-        if keep is not None:
-            part = self._block[self._row, : self.batch_size]
-            part.masked_fill_(~keep.to(self.device), -1)
         self.by_python = False
-        self.drawn = self.replays(("sums", key), lambda: self._sum(sum_of))
-        return {name: self._sums[name] for name in self.shapes}
+        masks = [None] * self._parts if keep is None else torch.split(keep, self.capacity)
+        for index, mask in enumerate(masks):
+            self._next()
+            if mask is not None:
+                part = self._block[self._row, : len(mask)]
+                part.masked_fill_(~mask.to(self.device), -1)
+            if not index:
+                self.drawn = self.replays(("sums", key), lambda: self._sum(sum_of))
+            else:
+                self._more(key, sum_of, index)
+        return dict(self._sums if self._parts == 1 else self._totals)
+
+    def _more(self, key: Hashable, sum_of: Sum, index: int) -> None:
+        """Add the sum of one more part of the batch, at what its first part has drawn."""
+        if not self._totals:
+            shapes = {name: value.shape for name, value in self._sums.items()}
+            self._totals = flat_views(shapes, torch.float64, self.device)[1]
+        if index == 1:
+            _copy(self._totals, self._sums)
+        drawn = self.drawn
+        self.replays(("more", key), lambda: self._sum(sum_of, (drawn,)), drawn)
+        torch._foreach_add_(list(self._totals.values()), list(self._sums.values()))
 
     def released(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return noised sums in the dtype of releases, in the same tensors for every batch."""
@@ -242,11 +277,16 @@ class CapturedStep(Replayed):
         if not self._released:
             shapes = {name: value.shape for name, value in sums.items()}
             self._released = flat_views(shapes, self.dtype, self.device)[1]
-        torch._foreach_copy_([self._released[name] for name in sums], list(sums.values()))
+        _copy(self._released, sums)
         return dict(self._released)
 
-    def _sum(self, sum_of: Callable[[NetworkContributions, Tensor], dict[str, Tensor]]) -> Any:
-        """Write the sum of the next batch, and return what its step has drawn."""
+    def _sum(self, sum_of: Sum, drawn: tuple[Any, ...] = ()) -> Any:
+        """Write the sum of one part of a batch, and return what its step has drawn.
+
+        Args:
+            sum_of: as for `summed`.
+            drawn: what the first part has drawn, for the others.
+        """
         self.by_python = True
         self._before.copy_(self._flat)
         padded = self._block.index_select(0, self._at)[0]
@@ -254,16 +294,21 @@ class CapturedStep(Replayed):
         keep, records = padded >= 0, padded.clamp(min=0)
         if self.kept is not None:
             keep = keep & self.kept[records]
-        state = self.process.draw(self._state)
+        if drawn:
+            state = dataclasses.replace(self._state, drawn=drawn[0])
+        else:
+            state = self.process.draw(self._state)
         with unquoted(*FAILED, let=(UnsupportedModel,)):
             contributions = self.process.contribute(state, self.x[records], self.y[records])
         assert isinstance(contributions, NetworkContributions)
         sums = sum_of(contributions, keep)
         if not self._sums:
+            found: dict[str, Tensor] = {}
             for kind in {value.dtype for value in sums.values()}:
                 alike = {n: v.shape for n, v in sums.items() if v.dtype is kind}
-                self._sums |= flat_views(alike, kind, self.device)[1]
-        torch._foreach_copy_([self._sums[name] for name in sums], list(sums.values()))
+                found |= flat_views(alike, kind, self.device)[1]
+            self._sums = {name: found[name] for name in self.shapes}
+        _copy(self._sums, sums)
         self._compare()
         return state.drawn
 
@@ -284,6 +329,18 @@ class CapturedStep(Replayed):
             refuse_changes([Change("the network", "parameter", "weights")])
 
 
+def _copy(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
+    """Copy tensors by name, in as few kernels as can be."""
+    kinds = {value.dtype for value in sources.values()}
+    flats = [shared_flat([m[name] for name in targets]) for m in (targets, sources)]
+    if len(kinds) == 1 and flats[0] is not None and flats[1] is not None:
+        flats[0].copy_(flats[1])
+        return
+    for kind in kinds:  # torch has one kernel for all of a kind
+        names = [name for name, value in sources.items() if value.dtype is kind]
+        torch._foreach_copy_([targets[n] for n in names], [sources[n] for n in names])
+
+
 def own_code(model: nn.Module, likelihood: object) -> str | None:
     """Return the name of what sees records by code of a user's own, or keeps a running buffer.
 
@@ -302,8 +359,14 @@ def own_code(model: nn.Module, likelihood: object) -> str | None:
 
 
 def capacity(sampler: Sampler, size: int) -> int:
-    """Return how many rows a padded batch has: b + 4 sqrt(b), where its size is random."""
+    """Return how many rows the parts of batches have: few, where most batches are one part.
+
+    A batch of random size is taken as normal, with variance b; what counts is the number of rows
+    computed on average. Only public numbers are read.
+    """
     rows = float(sampler.batch_size)
     if sampler.size(0) is None:
-        rows += 4 * math.sqrt(rows)
+        spread = math.sqrt(rows)
+        choices = (math.ceil((rows + i * spread / 8) / 8) * 8 for i in range(33))
+        rows = min(choices, key=lambda c: c * (1 + 0.5 * math.erfc((c - rows) / spread / 2**0.5)))
     return max(1, min(math.ceil(rows / 8) * 8, size))

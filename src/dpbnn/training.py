@@ -163,6 +163,8 @@ def fit(
         place = next(network.parameters()).device
         size = plan.n if plan.relation.public_size else None
         if units is not None:
+            if torch.is_autocast_enabled(place.type):
+                raise ValueError("units: are clipped in full precision; leave torch.autocast out")
             owners = Units.of(
                 units, size, unit=settled.sampler.unit, most=max_records, on_bad_rows=on_bad_rows
             )
@@ -298,7 +300,7 @@ class _Run(Run):
             batches = self.captured.ahead(batches)
         with threads(self.keys.threads), small, self.steps(progress) as done:
             for batch in batches:
-                if self.captured is not None and self.captured.holds(batch):
+                if self.captured is not None:
                     self._replayed(batch, self.captured)
                 else:
                     one(batch)
@@ -310,10 +312,9 @@ class _Run(Run):
         """Return the step as CUDA graphs, where the run is on a GPU and nothing is in the way."""
         if self.group.shards > 1:
             return None
-        limit, public = self.problem.microbatch_size, self.plan.relation.public_size
-        fits = CapturedStep.fits(self.state, self.like)
+        public, fits = self.plan.relation.public_size, CapturedStep.fits(self.state, self.like)
         whole = isinstance(self.x, Tensor) and self.rows.units is None
-        if self.observers or limit is not None or not (public and fits and whole):
+        if self.observers or not (public and fits and whole):
             return None
         foreign = own_code(self.process.model, self.problem.likelihood)
         if foreign is not None:
@@ -325,8 +326,8 @@ class _Run(Run):
                 stacklevel=2,
             )
             return None
-        data = (self.x, self.y, self.rows.kept)
-        captured = CapturedStep(self.process, self.state, self.like, data, self.plan.sampler)
+        data, limit = (self.x, self.y, self.rows.kept), self.problem.microbatch_size
+        captured = CapturedStep(self.process, self.state, self.like, data, self.plan.sampler, limit)
         if not self.gate.audited():
             self.process.replays = captured.replays
         return captured
@@ -360,8 +361,6 @@ class _Run(Run):
 
     def _one(self, batch: Tensor) -> None:
         sigma = self.reserve()
-        if self.captured is not None:
-            self.watch.updated()  # replayed steps have moved the parameters
         drawn, whose, owners = batch, batch, self.rows.units
         by_unit: dict[str, Any] = {}
         if owners is not None:

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import dpbnn
-from dpbnn.contributions.rounding import row_squares, squares
+from dpbnn.contributions.rounding import row_squares, squares, summed_rows, weighable
+from dpbnn.contributions.tiles import tile_error, tile_squares, tile_sums
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -84,3 +85,70 @@ def test_squares_beyond_float32_are_not_finite(value):
     t = torch.ones(4, 700, device="cuda")
     t[2, 5] = value
     assert row_squares(t).isfinite().tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize("size", [(5, 7, 9, 40), (33, 197, 130, 260)])
+def test_gradients_that_are_never_stored_have_their_norms_and_sums(size):
+    """What is summed is a multiple of what was measured; not finite ones are left out."""
+    pytest.importorskip("triton")
+    batch, positions, rows, columns = size
+    torch.manual_seed(0)
+    g = torch.randn(batch, positions, rows, device="cuda").bfloat16()
+    a = torch.randn(batch, positions, columns, device="cuda").bfloat16()
+    exact = torch.einsum("btr,btc->brc", g.double(), a.double())
+    found = tile_squares(g, a)
+    torch.testing.assert_close(found, exact.flatten(1).square().sum(1), rtol=1e-5, atol=0)
+    w = torch.rand(batch, device="cuda")
+    w[2], g[2] = 0.0, torch.nan
+    torch.testing.assert_close(
+        tile_sums(g, a, w).double(),
+        torch.einsum("b,brc->rc", w.double(), exact),
+        rtol=1e-4,
+        atol=1e-3,
+    )
+    assert tile_squares(g, a).isfinite().tolist() == [i != 2 for i in range(batch)]
+    one = torch.zeros_like(w)
+    one[3] = 1.0
+    gap = torch.linalg.matrix_norm(tile_sums(g, a, one).double() - exact[3])
+    sizes = g[3].double().norm(dim=1) * a[3].double().norm(dim=1)
+    assert gap <= tile_error(positions) / 2 * sizes.sum()
+
+
+def test_norms_under_autocast_are_never_below_what_is_summed():
+    torch.manual_seed(0)
+    x, y = torch.randint(0, 11, (12, 9), device="cuda"), torch.randint(0, 3, (12,), device="cuda")
+    model = Tokens().cuda()
+    with torch.autocast("cuda", torch.bfloat16):
+        c = dpbnn.attach(model, "categorical")(x, y)
+        norms = c.norms()
+        sums = [c.weighted_sum(row) for row in torch.eye(12, device="cuda")]
+    for norm, own in zip(norms, sums, strict=True):
+        actual = torch.cat([v.flatten() for v in own.values()]).double().norm()
+        assert actual <= norm <= actual * 1.01
+    exact = dpbnn.attach(model.float(), "categorical")(x, y)
+    torch.testing.assert_close(norms, exact.norms(), rtol=0.05, atol=0)
+
+
+def test_weights_under_autocast_are_those_of_the_present_step():
+    """Autocast keeps what it has cast, which an update in place would leave behind."""
+    x, y = torch.rand(6, 5, 8, device="cuda"), torch.randint(0, 3, (6,), device="cuda")
+    model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Flatten(), nn.Linear(20, 3)).cuda()
+    attached = dpbnn.attach(model, "categorical")
+    with torch.autocast("cuda", torch.bfloat16):
+        before = attached(x, y).norms()
+        with torch.no_grad():
+            model[0].weight.mul_(-3.0)
+        after = attached(x, y).norms()
+    assert not torch.allclose(before, after, rtol=0.01)
+
+
+@pytest.mark.parametrize("columns", [700, 70_001])
+def test_weighted_sums_of_long_rows_leave_out_what_has_no_weight(columns):
+    torch.manual_seed(0)
+    rows, w = torch.randn(37, columns, device="cuda"), torch.rand(37, device="cuda")
+    w[5] = 0.0
+    wanted = w.double() @ rows.double()
+    rows[5] = torch.nan
+    bad = rows.isnan().any(1)
+    found = summed_rows(w[:, None], weighable(rows, bad, exact=False))[0]
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)

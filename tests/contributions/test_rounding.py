@@ -13,6 +13,7 @@ from dpbnn.contributions import attach, rules
 from dpbnn.contributions.outer import Outer
 from dpbnn.contributions.rounding import BLOCK, rows_error, squares, summed_rows
 from dpbnn.contributions.sites import Rows
+from dpbnn.contributions.tape import Tape
 from dpbnn.networks import mlp
 
 
@@ -184,6 +185,30 @@ def test_norms_and_sums_under_bfloat16_autocast_are_float32():
         alone = c.weighted_sum(torch.eye(8)[i])
         actual = torch.cat([v.flatten() for v in alone.values()]).double().norm()
         assert actual <= norms[i] <= actual * 1.001
+
+
+@pytest.mark.usefixtures("_without_onednn")
+def test_inputs_under_autocast_are_held_once():
+    """Autograd holds the cast input of a layer; the tape holds the same tensor, not another."""
+    saved = []
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        attached = attach(model, "categorical")
+        x, y = torch.randn(8, 64), torch.randint(0, 3, (8,))
+        attached(x, y)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            tapped = []
+            with pytest.MonkeyPatch.context() as patch:
+                tap = Tape.tap
+
+                def noted(tape, path, a, *rest, **options):
+                    tapped.append(a)
+                    return tap(tape, path, a, *rest, **options)
+
+                patch.setattr(Tape, "tap", noted)
+                attached(x, y)
+    assert tapped[-1].dtype is torch.bfloat16
+    assert any(t.data_ptr() == tapped[-1].data_ptr() for t in saved)
 
 
 @pytest.mark.usefixtures("_without_onednn")

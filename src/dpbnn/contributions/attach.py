@@ -234,6 +234,7 @@ class Attached:
             module = model.get_submodule(unit.path)
             made = replayed if unit.rule is None else recorded
             forwards[module] = made(module, unit, recorder)
+        torch.clear_autocast_cache()  # it would hold the weights of an earlier step
         with replaced_forwards(forwards):
             log_prob = self.log_prob(called(model, x), y)
         tensor = isinstance(log_prob, Tensor)

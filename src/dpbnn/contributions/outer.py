@@ -15,27 +15,22 @@ from torch import Tensor
 from dpbnn.contributions.rounding import (
     BLOCK,
     Bad,
-    finite,
+    accurate,
     squares,
     sum_error,
     summed_rows,
+    weighable,
+    weighted_factors,
+    wide,
     without,
 )
-from dpbnn.contributions.sites import CHANGED, KEPT, Site, scaled_sums, with_slack
+from dpbnn.contributions.sites import CHANGED, KEPT, Measured, Site, Slack, joined, scaled_sums
+from dpbnn.contributions.tiles import tile_error, tile_squares, tile_sums, tiled
 
 GRAM_COST = 3.0
 """Price of a float64 multiplication in the Gram form against a float32 one."""
 MAX_PAIRED_DRAWS = 8
 """Draws of a linear layer up to which products of pairs are cheaper than instantiation."""
-
-
-def weighted_factors(a: Tensor, g: Tensor, w: Tensor, bad: Bad) -> tuple[Tensor, Tensor]:
-    """Return a and g, the smaller of them times w, finite for the bad examples, whose w is zero."""
-    if a.numel() < g.numel():
-        other, scaled = weighted_factors(g, a, w, bad)
-        return scaled, other
-    scaled = finite(g * w.to(g).view(-1, *[1] * (g.dim() - 1)), bad)
-    return a if bad is None else torch.nan_to_num(a, 0.0, 0.0, 0.0), scaled
 
 
 class LinearFactors:
@@ -61,19 +56,19 @@ class LinearFactors:
 
     def factors(self, examples: slice) -> tuple[Tensor, Tensor]:
         """Return a [batch * groups, T, columns] and g [batch * groups, T, rows]."""
-        a, g = self.a[examples], self.g[examples]
+        a, g = accurate(self.a[examples]), accurate(self.g[examples])
         return (a.unsqueeze(1), g.unsqueeze(1)) if a.dim() == 2 else (a, g)
 
     def summed(self, w: Tensor, bad: Bad, exact: bool) -> Tensor:
         """Return sum_i w_i G_i, shaped like the weight, in float64 where positions are summed."""
-        a, g = weighted_factors(self.a, self.g, w, bad)
+        a, g = weighted_factors(accurate(self.a), accurate(self.g), w, bad)
         if a.dim() > 2:
             a, g = a.flatten(0, 1), g.flatten(0, 1)
         return summed_rows(g, a, exact or self.positions > 1)
 
     def magnitude(self) -> Tensor:
-        """Return a bound on sum_t |a_t| |g_t| per example (float64)."""
-        return (self.a_squares * self.g_squares).sqrt()
+        """Return a bound on (sum_t |a_t| |g_t|)^2 per example (float64)."""
+        return self.a_squares * self.g_squares
 
     def blocks(self, weights: Tensor) -> Tensor:
         """Return weight-shaped tensors in the order of a block's columns."""
@@ -172,7 +167,7 @@ class ConvFactors(LinearFactors):
         return self.unblocked(total.view(-1)).contiguous()
 
     def magnitude(self) -> Tensor:
-        """Return a bound on sum_t |a_t| |g_t| per example (float64).
+        """Return a bound on (sum_t |a_t| |g_t|)^2 per example (float64).
 
         A pixel lies in at most prod ceil(kernel / stride) patches (all taps if dilated).
         """
@@ -181,7 +176,7 @@ class ConvFactors(LinearFactors):
             size if d > 1 else -(-size // s)
             for size, s, d in zip(window.shape[2:], window.stride, window.dilation, strict=True)
         )
-        return (overlap * self.a_squares * self.g_squares).sqrt()
+        return overlap * self.a_squares * self.g_squares
 
 
 class Outer(Site):
@@ -204,7 +199,7 @@ class Outer(Site):
         self.wider = 4 if terms[0].g.is_cuda else 0
         self.shapes = {name: shape for name in names if name}
         self._kept: list[Tensor] = []
-        self._slack: Tensor | None = None
+        self._slack: Slack | None = None
 
     def joined(self, others: Sequence[Site]) -> Site:
         """Return one site for this and others that release some of the same names."""
@@ -231,8 +226,15 @@ class Outer(Site):
     def _rank_one(self) -> bool:
         return all(term.a.dim() == 2 for term in self.terms)
 
+    @property
+    def _tiled(self) -> bool:
+        alone = len(self.terms) == 1 and not self._scaled and not self.data_free
+        return alone and self.form is None and tiled(self.terms[0].g)
+
     def _choose(self) -> str:
         special = self._scaled or bool(self.data_free)
+        if self._tiled:
+            return "tiles"
         if self.form is not None and not (special and self.form == "gram"):
             return self.form
         if self._rank_one and (len(self.terms) == 1 or special):
@@ -243,27 +245,37 @@ class Outer(Site):
         gram = GRAM_COST * positions * (first.columns + first.rows)
         return "gram" if gram < first.columns * first.rows else "instantiated"
 
-    def squared_norms(self) -> dict[str, Tensor]:
-        """Return |c_i|^2 per name, an upper bound up to a relative 1e-4 (float64, [batch])."""
-        forms = {"pairs": self._pairs, "gram": self._gram, "instantiated": self._instantiated}
+    def measured(self) -> Measured:
+        """Return what `squared_norms` is made of."""
+        forms = {
+            "pairs": self._pairs, "gram": self._gram, "instantiated": self._instantiated,
+            "tiles": self._squared_tiles,
+        }  # fmt: skip
         return forms[self._choose()]()
 
-    def slack(self) -> Tensor:
+    def _squared_tiles(self) -> Measured:
+        value = tile_squares(self.terms[0].g, self.terms[0].a)
+        return dict.fromkeys(self.shapes, value), self.slack()
+
+    def slack(self) -> Slack:
         """Return gamma sum_t |a_t| |g_t|, the rounding error of sums over positions.
 
         A data-free part is one more term: it may cancel the others and leave their rounding.
         """
         if self._slack is None:
             count = sum(term.positions for term in self.terms) + bool(self.data_free)
-            gamma = sum_error(count, self.terms[0].g.dtype)
+            kind = wide(self.terms[0].g.dtype)
+            gamma = tile_error(count) if self._tiled else sum_error(count, kind)
             parts = [term.magnitude() for term in self.terms]
             for part, term in zip(parts, self.terms, strict=True):
                 if term.scale is not None:
-                    part *= torch.linalg.vector_norm(term.scale, math.inf).double().clamp(min=1.0)
-            self._slack = gamma * torch.stack(parts).sum(0)
+                    largest = torch.linalg.vector_norm(term.scale, math.inf).double()
+                    part *= largest.clamp(min=1.0).square()
+            whole = torch.stack(parts).sqrt_().sum(0).square_() if len(parts) > 1 else parts[0]
+            self._slack = Slack(gamma, whole)
         return self._slack
 
-    def _pairs(self) -> dict[str, Tensor]:
+    def _pairs(self) -> Measured:
         """Return norms of rank-one gradients without forming them.
 
         |sum_r k_r * g_r a_r^T|^2 = sum_{r,s} (g_r * g_s)^T (k_r * k_s) (a_r * a_s); with a
@@ -284,7 +296,7 @@ class Outer(Site):
                 error_bound = error * (total.sqrt() + size.sqrt()).square()
                 total = (total + 2 * self._cross(index, constant) + size).clamp(min=0) + error_bound
             result[name] = total
-        return with_slack(result, self.slack() if len(self.terms) > 1 else 0.0)
+        return result, self.slack() if len(self.terms) > 1 else 0.0
 
     def _alone(self, index: int, product: Tensor) -> Tensor:
         term = self.terms[0]
@@ -316,7 +328,7 @@ class Outer(Site):
             total = total + (a @ d.T).mul_(g).sum(1).double()
         return total
 
-    def _gram(self) -> dict[str, Tensor]:
+    def _gram(self) -> Measured:
         """Return |sum_t g_t a_t^T|^2 = sum_{s,t} (a_s . a_t)(g_s . g_t), in float64."""
         positions = sum(term.positions for term in self.terms)
         first = self.terms[0]
@@ -329,7 +341,7 @@ class Outer(Site):
             products = torch.bmm(a, a.mT).mul_(torch.bmm(g, g.mT))
             parts.append(products.view(rows.stop - rows.start, -1).sum(1))
         value = torch.cat(parts).clamp(min=0)
-        return with_slack(dict.fromkeys(self.shapes, value), self.slack())
+        return dict.fromkeys(self.shapes, value), self.slack()
 
     def _accumulate(self, rows: slice) -> Tensor:
         if self._kept:
@@ -356,12 +368,12 @@ class Outer(Site):
     def _flat(self, weights: Tensor) -> Tensor:
         return self.terms[0].blocks(weights).reshape(-1)
 
-    def _instantiated(self) -> dict[str, Tensor]:
+    def _instantiated(self) -> Measured:
         first = self.terms[0]
         keep = (
             len(self.terms) == 1
             and not self._rank_one
-            and self.shape.numel() <= max(first.kept_size, KEPT // self.batch)
+            and self.shape.numel() <= max(first.kept_size, (KEPT << self.wider // 2) // self.batch)
         )
         parts: dict[str, list[Tensor]] = {name: [] for name in self.shapes}
         slack, kept = self.slack(), []
@@ -378,7 +390,7 @@ class Outer(Site):
         if keep:
             self._kept = kept
             first.a, first.g = first.a.new_empty(0), first.g.new_empty(0)
-        return with_slack({name: torch.cat(values) for name, values in parts.items()}, slack)
+        return {name: joined(values) for name, values in parts.items()}, slack
 
     def instantiate(self, rows: slice) -> dict[str, Tensor]:
         """Return the contributions of some examples without the data-free part."""
@@ -404,13 +416,16 @@ class Outer(Site):
         if not self._kept:
             if term.a._version != term.version:
                 raise RuntimeError(CHANGED)
+            if self._tiled and not exact:
+                return tile_sums(term.g, term.a, w)
             alone = len(self.terms) == 1 and term.positions > 1
             if not (alone and self._choose() == "instantiated"):
                 return term.summed(w, bad, exact)
         start, total = 0, None
         for kept in self._kept or (self._accumulate(rows) for rows in self.slices()):
             stop, weights = start + len(kept), w.to(kept)
-            part = summed_rows(weights[start:stop, None], finite(kept, bad), exact)[0]
+            rows = weighable(kept, bad, exact)
+            part = summed_rows(weights[start:stop, None], rows, exact)[0]
             if total is not None and self.batch > BLOCK[torch.float32]:
                 total = total.double()
             total = part if total is None else total.add_(part)

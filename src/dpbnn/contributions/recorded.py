@@ -10,7 +10,8 @@ from torch import Tensor
 from dpbnn.contributions.dense import Contributions, Draws, Weights
 from dpbnn.contributions.joined import unit_squares
 from dpbnn.contributions.rounding import INFLATION, Bad, full_precision, not_finite, without
-from dpbnn.contributions.sites import Direct, Site, merge
+from dpbnn.contributions.sites import AnySlack, Direct, Measured, Site, merge, with_slack
+from dpbnn.contributions.together import Together, gathered, total_squares
 from dpbnn.privacy.units import Groups
 
 
@@ -39,7 +40,9 @@ class NetworkContributions(Contributions):
     ) -> None:
         self.batch_size, self.shapes, self.device, self.draws = batch_size, shapes, device, draws
         self.dtype = self.summed_in = dtype
+        self._total: Tensor | None = None
         self._squares: Tensor | None = None
+        self._measured: dict[int, Measured] = {}
         seen = {name for site in sites for name in site.shapes}
         like = torch.empty(batch_size, dtype=dtype, device=device)
         unused = [
@@ -52,36 +55,45 @@ class NetworkContributions(Contributions):
             site.data_free = {n: d.detach() for n, d in data_free.items() if n in site.shapes}
 
     def _norms(self) -> tuple[Tensor, Bad]:
-        """Return |c_i|^2 per released name and example, and which examples are not finite."""
-        if self._squares is None:
+        """Return |c_i|^2 of every example, and which examples are not finite."""
+        if self._total is None:
+            self._groups = gathered(self._sites)
             with full_precision(self.device):
-                raw: dict[str, Tensor] = {}
-                for site in self._sites:
-                    raw |= site.squared_norms()
-                for name in self.shapes.keys() - raw.keys():
-                    raw[name] = torch.zeros(
-                        self.batch_size, dtype=torch.float64, device=self.device
-                    )
-                stacked = torch.stack([raw[name] for name in self.shapes]).mul_(INFLATION**2)
-                self._total = stacked.sum(0)
-                self._bad = not_finite(self._total)
-                self._squares = without(stacked, self._bad, 1)
-                without(self._total, self._bad)
-        return self._squares, self._bad
+                parts: list[tuple[Tensor, AnySlack]] = [(self._zeros(), 0.0)]
+                for site in self._groups:
+                    if isinstance(site, Together):
+                        parts.append(site.total())
+                    else:
+                        values, slack = self._measured[id(site)] = site.measured()
+                        parts += ((value, slack) for value in values.values())
+                total = total_squares(parts).mul_(INFLATION**2)
+                self._bad = not_finite(total)
+                self._total = without(total, self._bad)
+        return self._total, self._bad
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
 
     def squared_norms(self) -> dict[str, Tensor]:
         """Return |c_i|^2 per released name, never below the truth (float64, [batch])."""
-        return dict(zip(self.shapes, self._norms()[0].unbind(), strict=True))
+        if self._squares is None:
+            bad, raw = self._norms()[1], dict[str, Tensor]()
+            with full_precision(self.device):
+                for site in self._groups:
+                    known = self._measured.get(id(site))
+                    raw |= site.squared_norms() if known is None else with_slack(*known)
+            stacked = torch.stack([raw[n] if n in raw else self._zeros() for n in self.shapes])
+            self._squares = without(stacked.mul_(INFLATION**2), bad, 1)
+        return dict(zip(self.shapes, self._squares.unbind(), strict=True))
 
     def norms(self) -> Tensor:
         """Return |c_i| over all released names, never below the truth (float64, [batch])."""
-        self._norms()
-        return self._total.sqrt()
+        return self._norms()[0].sqrt()
 
     def unit_squares(self, groups: Groups) -> dict[str, Tensor]:
         """Return |sum_i c_i|^2 over the rows of each unit, per released name; never below it."""
-        stacked, bad = self._norms()
-        own = dict(zip(self.shapes, stacked / INFLATION**2, strict=True))
+        own = {name: value / INFLATION**2 for name, value in self.squared_norms().items()}
+        bad = self._norms()[1]
         with full_precision(self.device):
             raw = unit_squares(self._sites, groups.without(bad), own)
         none = torch.zeros(groups.count, dtype=torch.float64, device=self.device)
@@ -100,7 +112,7 @@ class NetworkContributions(Contributions):
         weights = {name: once[id(values)] for name, values in given.items()}
         sums: dict[str, Tensor] = {}
         with full_precision(self.device):
-            for site in self._sites:
+            for site in self._groups:
                 sums |= site.weighted_sum(weights, bad, self.summed_in is torch.float64)
         return {
             name: sums[name]

@@ -19,11 +19,20 @@ Bad = Tensor | None
 """For every example whether it is not finite; or None: none is."""
 _PIECE = 1 << 14
 """Numbers summed in float32 before the sum goes on in float64."""
+_PART = 1 << 13
+"""Numbers of a row that one program of a GPU squares and adds up."""
+_LONG = 1 << 16
+"""Length of rows from which a kernel that takes 256 columns at a time fills a GPU."""
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return float32, or float64 where the dtype is that."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def accurate(t: Tensor) -> Tensor:
     """Return the tensor in float32, or in float64 if it already is."""
-    return t if t.dtype in (torch.float32, torch.float64) else t.float()
+    return t.to(wide(t.dtype))
 
 
 def row_squares(t: Tensor) -> Tensor:
@@ -32,26 +41,35 @@ def row_squares(t: Tensor) -> Tensor:
     Sums of squares beyond float32 come out infinite and count as non-finite.
     """
     # Contiguous: over strided rows the sum is sequential, and may be 1e-3 too small.
-    t = accurate(t).contiguous()
+    t = t.contiguous()
     tiny = t.shape[-1] * torch.finfo(torch.float32).tiny  # what squares too small for float32 lose
-    if t.is_cuda and t.dtype is torch.float32 and t.numel() and triton_kernels() is not None:
+    if _by_kernel(t):
         return _squares_on_gpu(t, tiny)
+    t = accurate(t)
     rows: Tensor = torch.linalg.vector_norm(t, dim=-1)
     return rows.double().square_().add_(tiny)
 
 
+def _by_kernel(t: Tensor) -> bool:
+    exact = t.dtype in (torch.float32, torch.bfloat16)  # squares of them are, in float64
+    return t.is_cuda and exact and t.numel() > 0 and triton_kernels() is not None
+
+
 def _squares_on_gpu(t: Tensor, tiny: float) -> Tensor:
-    """Return `row_squares` by one kernel instead of four."""
-    out = torch.empty(t.shape[:-1], dtype=torch.float64, device=t.device)
+    """Return `row_squares` by one kernel, which adds up in float64; long rows in several parts."""
+    parts = -(-t.shape[-1] // _PART)
+    out = torch.empty(*t.shape[:-1], parts, dtype=torch.float64, device=t.device)
     with on_device(t.device):
-        launch = triton_kernels().squares_kernel[(out.numel(),)]
-        launch(t, out, t.shape[-1], tiny, BLOCK=2048, num_warps=8)
-    return out
+        launch = triton_kernels().squares_kernel[(out.numel() // parts, parts)]
+        launch(t, out, t.shape[-1], tiny / parts, PART=_PART, BLOCK=2048, num_warps=8)
+    return out.squeeze(-1) if parts == 1 else out.sum(-1)
 
 
 def squares(t: Tensor) -> Tensor:
     """Return each example's sum of squares over all but the first axis, in float64."""
     rows = t if t.dim() == 2 else t.reshape(t.shape[0], t.shape[1:].numel())
+    if _by_kernel(rows):
+        return row_squares(rows)
     whole = rows.shape[1] // _PIECE * _PIECE
     if not whole:
         return row_squares(rows)
@@ -68,12 +86,32 @@ def not_finite(total: Tensor) -> Bad:
     return bad if total.device.type != "cpu" or bool(bad.any()) else None
 
 
+def _weighs(a: Tensor, exact: bool) -> bool:
+    """Return whether a kernel adds up weighted rows; it leaves out those of weight zero."""
+    few = a.dtype is torch.float32 and len(a) <= BLOCK[torch.float32]
+    return few and a.shape[1] >= _LONG and not exact and _by_kernel(a)
+
+
+def weighable(t: Tensor, bad: Bad, exact: bool) -> Tensor:
+    """Return rows for `summed_rows` with one weight each, which is zero for the bad examples."""
+    return t if _weighs(t, exact) else finite(t, bad)
+
+
 def finite(t: Tensor, bad: Bad) -> Tensor:
     """Return the tensor in place with zeros for what is not finite, if some examples are bad.
 
     Their weights are zero, so their products then are too. Good examples have nothing to replace.
     """
     return t if bad is None else t.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def weighted_factors(a: Tensor, g: Tensor, w: Tensor, bad: Bad) -> tuple[Tensor, Tensor]:
+    """Return a and g, the smaller of them times w, finite for the bad examples, whose w is zero."""
+    if a.numel() < g.numel():
+        other, scaled = weighted_factors(g, a, w, bad)
+        return scaled, other
+    scaled = finite(g * w.to(g).view(-1, *[1] * (g.dim() - 1)), bad)
+    return a if bad is None else torch.nan_to_num(a, 0.0, 0.0, 0.0), scaled
 
 
 def without(t: Tensor, bad: Bad, axis: int = 0) -> Tensor:
@@ -140,6 +178,8 @@ def summed_rows(g: Tensor, a: Tensor, exact: bool = False) -> Tensor:
             rows, which may cancel and be far larger than its contribution.
     """
     step = BLOCK[a.dtype]
+    if g.shape[1] == 1 and _weighs(a, exact):
+        return _weighted_on_gpu(g, a)
     if exact and a.dtype is not torch.float64:
         blocks = (
             g[i : i + step].double().T @ a[i : i + step].double() for i in range(0, len(a), step)
@@ -152,6 +192,16 @@ def summed_rows(g: Tensor, a: Tensor, exact: bool = False) -> Tensor:
     for block in blocks:
         total += block
     return total
+
+
+def _weighted_on_gpu(w: Tensor, a: Tensor) -> Tensor:
+    """Return w^T a by one kernel, which reads nothing but zeros of rows whose weight is zero."""
+    columns = a.shape[1]
+    out = torch.empty(1, columns, dtype=a.dtype, device=a.device)
+    with on_device(a.device):
+        launch = triton_kernels().weighted_kernel[(-(-columns // 256),)]
+        launch(w.contiguous(), a.contiguous(), out, len(a), columns, ROWS=16, BLOCK=256)
+    return out
 
 
 _SWITCHES: dict[str, list[Any]] = {

@@ -15,6 +15,7 @@ from dpbnn.contributions.outer import ConvFactors, LinearFactors, Outer, Window
 from dpbnn.contributions.rounding import accurate, squares
 from dpbnn.contributions.sites import Direct, Rows, Site, summed_positions
 from dpbnn.contributions.tape import Discovery, Tape
+from dpbnn.contributions.tiles import tiled
 from dpbnn.networks.gaussian import GaussianLayer
 from dpbnn.networks.layers import Forward, Rule
 
@@ -61,11 +62,15 @@ class Recording:
 
         def build(a: Tensor, g: Tensor) -> list[Site]:
             a, g = _rows(a), _rows(g)
+            if tiled(g) and weight not in self.scales:
+                a, g = a.to(g.dtype).contiguous(), g.contiguous()
+            else:
+                a, g = accurate(a), accurate(g)
             shape = torch.Size([g.shape[-1], a.shape[-1]])
             over = (g.unsqueeze(1) if g.dim() == 2 else g, 1)
             return self._affine(a, g, over, LinearFactors, shape, weight, bias)
 
-        return self.tape.tap(f"{self.unit.path}.{at}".rstrip("."), x, z, build)
+        return self.tape.tap(f"{self.unit.path}.{at}".rstrip("."), x, z, build, low=True)
 
     def convolution(
         self,
@@ -82,7 +87,7 @@ class Recording:
         factors = partial(ConvFactors, window=window)
 
         def build(a: Tensor, g: Tensor) -> list[Site]:
-            return self._affine(a, g, (_pixels(g), 2), factors, shape, "weight", "bias")
+            return self._affine(accurate(a), g, (_pixels(g), 2), factors, shape, "weight", "bias")
 
         return self.tape.tap(self.unit.path, x, z, build, alone=True)
 
@@ -108,7 +113,6 @@ class Recording:
             single = g_squares if over[0].shape[over[1]] == 1 else None
             sites.append(Direct(self.unit.names[bias], [term], single))
         if weight in self.unit.names:
-            a = accurate(a)
             use = factors(a, g, squares(a), g_squares, self.scales.get(weight))
             sites.append(Outer(self.unit.names[weight], shape, [use]))
         return sites

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +13,13 @@ from torch import Tensor
 from dpbnn.contributions.rounding import (
     BLOCK,
     Bad,
+    accurate,
     finite,
     squares,
     sum_error,
     summed_rows,
+    weighable,
+    wide,
     without,
 )
 
@@ -46,7 +50,7 @@ class Site(ABC):
     def instantiate(self, rows: slice) -> dict[str, Tensor]:
         """Return the contributions of some examples without the data-free part."""
 
-    def slack(self) -> Tensor | float:
+    def slack(self) -> AnySlack:
         """Return a bound on the rounding error of an instantiated contribution, per example."""
         return 0.0
 
@@ -68,11 +72,15 @@ class Site(ABC):
 
     def squared_norms(self) -> dict[str, Tensor]:
         """Return |c_i|^2 per name, an upper bound up to a relative 1e-4 (float64, [batch])."""
+        return with_slack(*self.measured())
+
+    def measured(self) -> Measured:
+        """Return what `squared_norms` is made of."""
         parts: dict[str, list[Tensor]] = {name: [] for name in self.shapes}
         for rows in self.slices():
             for name, values in self._whole(rows).items():
                 parts[name].append(squares(values.flatten(1)))
-        return with_slack({name: torch.cat(part) for name, part in parts.items()}, self.slack())
+        return {name: joined(part) for name, part in parts.items()}, self.slack()
 
     def weighted_sum(
         self, w: Mapping[str, Tensor], bad: Bad, exact: bool = False
@@ -136,11 +144,40 @@ class Site(ABC):
         return {name: value.view(self.shapes[name]) for name, value in sums.items()}
 
 
-def with_slack(squared: dict[str, Tensor], slack: Tensor | float) -> dict[str, Tensor]:
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the parts of a batch, in one tensor."""
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+
+
+class Slack(NamedTuple):
+    """A bound on the rounding error of contributions, gamma times the root of `squared`."""
+
+    gamma: float
+    squared: Tensor
+
+    def bound(self) -> Tensor:
+        """Return the bound, for every example."""
+        return self.gamma * self.squared.sqrt()
+
+
+AnySlack = Slack | Tensor | float
+
+
+def bound(slack: AnySlack) -> Tensor | float:
+    """Return a bound on the rounding error, for every example; a float is 0."""
+    return slack.bound() if isinstance(slack, Slack) else slack
+
+
+def with_slack(squared: dict[str, Tensor], slack: AnySlack) -> dict[str, Tensor]:
     """Return (|c| + slack)^2 for every |c|^2."""
     if isinstance(slack, float):
         return squared
-    return {name: (value.sqrt() + slack).square() for name, value in squared.items()}
+    own = bound(slack)
+    return {name: (value.sqrt() + own).square() for name, value in squared.items()}
+
+
+Measured = tuple[dict[str, Tensor], AnySlack]
+"""|c_i|^2 per name as computed, and a bound on what rounding has lost of |c_i|."""
 
 
 class Direct(Site):
@@ -158,7 +195,7 @@ class Direct(Site):
     def __init__(
         self,
         names: Sequence[str | None],
-        terms: Sequence[tuple[Tensor, Tensor | None, Tensor | float]],
+        terms: Sequence[tuple[Tensor, Tensor | None, AnySlack]],
         squared: Tensor | None = None,
     ) -> None:
         self.names, self.terms, self.data_free = list(names), list(terms), {}
@@ -177,20 +214,23 @@ class Direct(Site):
                     parts[name] = parts[name] + part if name in parts else part
         return parts
 
-    def slack(self) -> Tensor | float:
+    def slack(self) -> AnySlack:
         """Return a bound on the rounding error of an instantiated contribution, per example."""
+        if len(self.terms) == 1 and self.terms[0][1] is None:
+            return self.terms[0][2]
         total: Tensor | float = 0.0
-        for _, scale, slack in self.terms:
+        for _, scale, given in self.terms:
+            slack = bound(given)
             if isinstance(slack, Tensor):
                 largest = 1.0 if scale is None else scale.abs().max().clamp(min=1.0)
                 total = slack * largest + total
         return total
 
-    def squared_norms(self) -> dict[str, Tensor]:
-        """Return |c_i|^2 per name, an upper bound up to a relative 1e-4 (float64, [batch])."""
+    def measured(self) -> Measured:
+        """Return what `squared_norms` is made of."""
         if self.squared is None or self.data_free:
-            return super().squared_norms()
-        return dict.fromkeys(self.shapes, self.squared)
+            return super().measured()
+        return dict.fromkeys(self.shapes, self.squared), 0.0
 
     def slices(self, size: int = 0) -> Iterator[slice]:
         """Yield all examples at once: they are instantiated already."""
@@ -208,7 +248,7 @@ class Direct(Site):
         exact = exact or len(self.terms) > 1
 
         def summed(gradient: Tensor) -> Callable[[Tensor], Tensor]:
-            flat = finite(gradient, bad).flatten(1)
+            flat = weighable(gradient.flatten(1), bad, exact)
             shape = gradient.shape[1:]
             return lambda w: summed_rows(w.to(flat).unsqueeze(1), flat, exact).view(shape)
 
@@ -239,16 +279,17 @@ def scaled_sums(
     return sums
 
 
-def summed_positions(h: Tensor, axis: int, squared: Tensor) -> tuple[Tensor, Tensor | float]:
+def summed_positions(h: Tensor, axis: int, squared: Tensor) -> tuple[Tensor, AnySlack]:
     """Return the sum of h over the axis of positions t and a bound on its rounding error.
 
     The bound is gamma sum_t |h_t| <= gamma sqrt(T) |h|; `squared` is |h|^2.
     """
     positions = h.shape[axis]
     if positions == 1:
-        return h.squeeze(axis), 0.0
-    gamma = sum_error(positions, h.dtype) * math.sqrt(positions)
-    return h.sum(axis), gamma * squared.sqrt()
+        return accurate(h.squeeze(axis)), 0.0
+    kind = wide(h.dtype)
+    gamma = sum_error(positions, kind) * math.sqrt(positions)
+    return h.sum(axis, dtype=kind), Slack(gamma, squared)
 
 
 class Rows(Site):
@@ -262,11 +303,11 @@ class Rows(Site):
         self.name, self.indices, self.g, self.batch = name, indices, g, len(g)
         self._version = indices._version
 
-    def squared_norms(self) -> dict[str, Tensor]:
-        """Return |c_i|^2: positions with the same index are added up, then squared."""
+    def measured(self) -> Measured:
+        """Return what |c_i|^2 is made of: positions with the same index are added up."""
         if self.data_free:
-            return super().squared_norms()
-        return {self.name: (squares(self._added()[1]).sqrt() + self.slack()).square()}
+            return super().measured()
+        return {self.name: squares(self._added()[1])}, self.slack()
 
     def _added(self) -> tuple[Tensor, Tensor]:
         """Return indices [batch, T], those in use first, and what each gets [batch, T, width]."""
@@ -279,11 +320,11 @@ class Rows(Site):
         )
         return torch.zeros_like(slots).scatter_(1, slots, self.indices), added
 
-    def slack(self) -> Tensor:
+    def slack(self) -> Slack:
         """Return gamma sqrt(T) |g|, a bound on the rounding error of the added rows."""
         positions = self.indices.shape[1]
         gamma = sum_error(positions, self.g.dtype) * math.sqrt(positions)
-        return gamma * squares(self.g).sqrt()
+        return Slack(gamma, squares(self.g))
 
     def raw_sum(self, w: Mapping[str, Tensor], bad: Bad, exact: bool) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
@@ -325,7 +366,8 @@ class Merged(Site):
         total: Tensor | float = 0.0
         for site in self.sites:
             norms = torch.stack(list(site.squared_norms().values())).sum(0).sqrt()
-            total = total + site.slack() + norms * sum_error(len(self.sites), torch.float32)
+            own = bound(site.slack())
+            total = total + own + norms * sum_error(len(self.sites), torch.float32)
         return total
 
     def raw_sum(self, w: Mapping[str, Tensor], bad: Bad, exact: bool) -> dict[str, Tensor]:

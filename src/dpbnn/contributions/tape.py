@@ -51,7 +51,9 @@ class Discovery:
         self._calls[path] += 1
         return "first"
 
-    def tap(self, path: str, a: Tensor, z: Tensor, build: Build, alone: bool = False) -> Tensor:
+    def tap(
+        self, path: str, a: Tensor, z: Tensor, build: Build, alone: bool = False, low: bool = False
+    ) -> Tensor:
         """Note the shape of one output."""
         self.layout(path, z)
         return z
@@ -99,7 +101,7 @@ class Tape:
     ) -> None:
         self.batch, self.draw, self._layouts, self._describe = batch, draw, layouts, describe
         self._calls: defaultdict[str, int] = defaultdict(int)
-        self._taps: list[tuple[GradientEdge, Tensor, int, str, str, Build, bool]] = []
+        self._taps: list[tuple[GradientEdge, Tensor, int, str, str, Build, bool, bool]] = []
 
     def layout(self, path: str, t: Tensor) -> str:
         """Return where the tensor at this path holds the examples, in its next call."""
@@ -113,7 +115,9 @@ class Tape:
             )
         return layout
 
-    def tap(self, path: str, a: Tensor, z: Tensor, build: Build, alone: bool = False) -> Tensor:
+    def tap(
+        self, path: str, a: Tensor, z: Tensor, build: Build, alone: bool = False, low: bool = False
+    ) -> Tensor:
         """Record one call; `build` gets input and output gradient after the backward pass.
 
         Args:
@@ -122,6 +126,7 @@ class Tape:
             z: its output.
             build: makes the sites.
             alone: whether an example must have its only row on the first axis.
+            low: whether `build` takes gradients of less than float32 as they are.
         """
         layout = self.layout(path, z)
         if z._is_view():  # an operation in place on it would leave the recorded edge unused
@@ -133,7 +138,7 @@ class Tape:
             anchor = torch.zeros((), requires_grad=True, device=z.device)
             z = _Anchor.apply(z, anchor)  # type: ignore[no-untyped-call]
         edge = get_gradient_edge(z)
-        self._taps.append((edge, a.detach(), a._version, layout, path, build, alone))
+        self._taps.append((edge, a.detach(), a._version, layout, path, build, alone, low))
         return z
 
     def sites(self, log_prob: Tensor, factor: float) -> list[Site]:
@@ -151,7 +156,7 @@ class Tape:
             gradients = list(torch.autograd.grad(total, edges, allow_unused=True))
         result: list[Site] = []
         while self._taps:
-            (_, a, version, layout, path, build, alone), g = self._taps.pop(), gradients.pop()
+            (_, a, version, layout, path, build, alone, low), g = self._taps.pop(), gradients.pop()
             if a._version != version:
                 raise UnsupportedModel(
                     f"the input of {self._describe(path)} was changed in place after the call; "
@@ -159,7 +164,8 @@ class Tape:
                 )
             if g is not None:
                 g = g.contiguous() if 0 in g.stride() else g
-                g = accurate(self._batched(g, layout, path, gradient=True))
+                g = self._batched(g, layout, path, gradient=True)
+                g = g if low else accurate(g)
                 if alone and layout in ("second", "folded"):
                     raise UnsupportedModel(
                         f"{self._describe(path)} sees several rows per example on its batch axis; "

@@ -152,7 +152,19 @@ def kl_gradient(
     return result
 
 
-class BBPProcess(DescentProcess):
+class DrawnWeights(DescentProcess):
+    """Draws weights once a step, for all of its records."""
+
+    def draw(self, state: DescentState) -> DescentState:
+        """Return the state with fresh draws of the weights."""
+        return dataclasses.replace(state, drawn=self.attached.draw())
+
+    def contribute(self, state: DescentState, x: Any, y: Tensor) -> Contributions:
+        """Return what the examples of a batch contribute at the draws."""
+        return self.attached(x, y, draws=state.drawn)
+
+
+class BBPProcess(DrawnWeights):
     """Equations of `BBP`."""
 
     settings: BBP
@@ -174,14 +186,6 @@ class BBPProcess(DescentProcess):
             data_free=kl_term if self.inside else None,
         )
         super().__init__(settings, problem, attached)
-
-    def draw(self, state: DescentState) -> DescentState:
-        """Return the state with fresh draws of the weights."""
-        return dataclasses.replace(state, drawn=self.attached.draw())
-
-    def contribute(self, state: DescentState, x: Any, y: Tensor) -> Contributions:
-        """Return what the examples of a batch contribute at the draws."""
-        return self.attached(x, y, draws=state.drawn)
 
     def gradient(self, state: DescentState, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the gradient of the negative evidence lower bound, over n."""

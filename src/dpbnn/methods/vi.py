@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from dpbnn.contributions.dense import Contributions
 from dpbnn.likelihoods import Gaussian, Likelihood
-from dpbnn.methods.bbp import BBP, kl_gradient
-from dpbnn.methods.method import Descent, DescentProcess, DescentState, Problem
+from dpbnn.methods.bbp import BBP, DrawnWeights, kl_gradient
+from dpbnn.methods.method import Descent, DescentState, Problem
 from dpbnn.networks import GaussianLinear, IntegratedLinear
 from dpbnn.posteriors import MeanFieldPosterior, Posterior
 from dpbnn.privacy.checks import check_count, check_numbers
@@ -92,7 +92,7 @@ def _output_layer(model: nn.Module) -> str | None:
     return path if path and isinstance(module, GaussianLinear) else None
 
 
-class VIProcess(DescentProcess):
+class VIProcess(DrawnWeights):
     """Equations of `VI`."""
 
     settings: VI

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpbnn.networks.layers import Forward, attributes, register
+from dpbnn.networks.layers import Forward, attributes, multiplied, register
 
 
 def _attention(layer: Any, record: Any) -> Forward:
@@ -16,6 +16,7 @@ def _attention(layer: Any, record: Any) -> Forward:
     width = layer.embed_dim
 
     def project(x: Tensor) -> Tensor:
+        x = multiplied(x)
         z = F.linear(x, layer.in_proj_weight, layer.in_proj_bias)
         return record.linear(x, z, weight="in_proj_weight", bias="in_proj_bias", at="in_proj")
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from dpbnn.networks.gaussian import GaussianLayer
@@ -20,6 +21,7 @@ __all__ = [
     "arguments",
     "attributes",
     "is_whole",
+    "multiplied",
     "register",
     "registered",
     "rule_of",
@@ -49,6 +51,13 @@ def arguments(module: nn.Module) -> dict[str, Any]:
         own = next((n for n in (name, f"{name}_mu") if n in module._parameters), None)
         found[name] = getattr(module, name) if own is None else module._parameters[own] is not None
     return found
+
+
+def multiplied(x: Tensor) -> Tensor:
+    """Return x as autocast multiplies it, so that it is held once, by the tape and by autograd."""
+    kind = x.device.type
+    low = torch.is_autocast_enabled(kind) and x.dtype is torch.float32
+    return x.to(torch.get_autocast_dtype(kind)) if low else x
 
 
 def attributes(*names: str) -> Callable[[nn.Module], dict[str, Any]]:

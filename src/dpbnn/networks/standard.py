@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpbnn.networks.gaussian import GaussianConv2d, GaussianLinear
-from dpbnn.networks.layers import Forward, attributes, register
+from dpbnn.networks.layers import Forward, attributes, multiplied, register
 from dpbnn.networks.pooling import pooling
 
 __all__ = ["Beside", "LearnedNoise", "SharedDropout"]
@@ -25,7 +25,8 @@ def _linear(layer: Any, record: Any) -> Forward:
     """G = sum_t g_t a_t^T, bias sum_t g_t."""
 
     def forward(input: Tensor) -> Tensor:
-        return record.linear(input, F.linear(input, layer.weight, layer.bias))
+        x = multiplied(input)
+        return record.linear(x, F.linear(x, layer.weight, layer.bias))
 
     return forward
 

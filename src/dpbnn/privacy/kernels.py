@@ -95,16 +95,31 @@ def add_kernel(
 
 
 @triton.jit
-def squares_kernel(rows, out, columns, tiny, BLOCK: tl.constexpr):
-    """Write one row's sum of squares plus `tiny` in float64; infinite beyond float32."""
-    row = tl.program_id(0).to(tl.int64)
+def squares_kernel(rows, out, columns, tiny, PART: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the sum of squares of one part of a row plus `tiny`, in float64; inf beyond float32."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     total = tl.zeros((BLOCK,), tl.float64)
-    for start in range(0, columns, BLOCK):
+    for start in range(part * PART, tl.minimum(columns, part * PART + PART), BLOCK):
         at = start + tl.arange(0, BLOCK)
-        part = tl.load(rows + row * columns + at, mask=at < columns, other=0.0).to(tl.float64)
-        total += part * part
+        values = tl.load(rows + row * columns + at, mask=at < columns, other=0.0).to(tl.float64)
+        total += values * values
     summed = tl.sum(total, 0)
-    tl.store(out + row, tl.where(summed > 3.4028234663852886e38, float("inf"), summed + tiny))
+    summed = tl.where(summed > 3.4028234663852886e38, float("inf"), summed + tiny)
+    tl.store(out + row * tl.num_programs(1) + part, summed)
+
+
+@triton.jit
+def weighted_kernel(weights, values, out, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write sum_i w_i v_i for a block of columns; a row of weight 0 is left out, finite or not."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS)
+        w = tl.load(weights + row, mask=row < rows, other=0.0)
+        place = values + row.to(tl.int64)[:, None] * columns + at[None, :]
+        found = tl.load(place, mask=(w != 0)[:, None] & (at < columns)[None, :], other=0.0)
+        total += tl.sum(found * w[:, None], 0)
+    tl.store(out + at, total, mask=at < columns)
 
 
 @triton.jit
@@ -115,3 +130,56 @@ def differs_kernel(one, two, flag, size, BLOCK: tl.constexpr):
     b = tl.load(two + at, mask=at < size, other=0)
     if tl.sum((a != b).to(tl.int32), 0) > 0:
         tl.store(flag, 1)
+
+
+@triton.jit
+def _tile(
+    g, a, example, positions, rows, columns, m, n,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Return a tile of one example's sum_t g_t a_t^T, products exact and added up in float32."""
+    total = tl.zeros((HIGH, WIDE), tl.float32)
+    for start in range(0, positions, STEP):
+        t = start + tl.arange(0, STEP)
+        at = (example * positions + t)[:, None]
+        here = (t < positions)[:, None]
+        left = tl.load(g + at * rows + m[None, :], mask=here & (m < rows)[None, :], other=0.0)
+        right = tl.load(
+            a + at * columns + n[None, :], mask=here & (n < columns)[None, :], other=0.0
+        )
+        total = tl.dot(tl.trans(left), right, total)
+    return total
+
+
+@triton.jit
+def tile_squares_kernel(
+    g, a, out, positions, rows, columns, tiny,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Write the sum of squares of one tile of one example's gradient; out is [example, tile]."""
+    tile, example = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    across = tl.cdiv(columns, WIDE)
+    m = tile // across * HIGH + tl.arange(0, HIGH)
+    n = tile % across * WIDE + tl.arange(0, WIDE)
+    part = _tile(g, a, example, positions, rows, columns, m, n, HIGH, WIDE, STEP)
+    found = tl.sum(tl.sum(part * part, 1), 0).to(tl.float64) + tiny
+    tl.store(out + example * tl.num_programs(0) + tile, found)
+
+
+@triton.jit
+def tile_sums_kernel(
+    g, a, weights, out, examples, run, positions, rows, columns,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Write one tile of sum_i w_i G_i over a run of examples; out is [run, rows, columns]."""
+    tile, first = tl.program_id(0), tl.program_id(1).to(tl.int64) * run
+    across = tl.cdiv(columns, WIDE)
+    m = tile // across * HIGH + tl.arange(0, HIGH)
+    n = tile % across * WIDE + tl.arange(0, WIDE)
+    total = tl.zeros((HIGH, WIDE), tl.float32)
+    for example in range(first, tl.minimum(first + run, examples)):
+        w = tl.load(weights + example)
+        part = _tile(g, a, example, positions, rows, columns, m, n, HIGH, WIDE, STEP)
+        total += tl.where(w != 0, part * w, 0.0)  # a weight of 0 may be that of one not finite
+    at = (tl.program_id(1).to(tl.int64) * rows + m)[:, None] * columns + n[None, :]
+    tl.store(out + at, total, mask=(m < rows)[:, None] & (n < columns)[None, :])
