@@ -116,7 +116,7 @@ class PrivateBayes(BaseEstimator):
             )  # fmt: skip
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         posterior = training.fit(
-            recipe.network(X.shape[1], self._widths(), target.outputs),
+            recipe.network(X.shape[1], self._widths(), target.outputs, plan, self._regression),
             (torch.from_numpy(scaling(X, np.float32)), torch.from_numpy(target.values[rows])),
             target.likelihood,
             Gaussian(1.0) if self.prior is None else self.prior,
