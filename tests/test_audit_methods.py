@@ -32,6 +32,10 @@ def network(outputs=3, dropout=0.0):
 
 METHODS = {
     "sgd": (dpbnn.SGD(clip=0.5, optimizer="adam", average="polyak"), {}),
+    "sgd, steps of the inputs": (
+        dpbnn.SGD(clip=0.5, optimizer="adam", keep=3),
+        {"model": lambda: dpbnn.mlp(2, (4,), 3, linear_path=True, steps=1.0)},
+    ),
     "sgld": (dpbnn.SGLD(learning_rate=1e-3, keep=3), {}),
     "sghmc": (dpbnn.SGHMC(learning_rate=1e-3, keep=3), {}),
     "bbp": (dpbnn.BBP(), {}),

@@ -614,6 +614,23 @@ def test_three_classes_and_hidden_layers_are_not_fitted_by_moments():
     assert of_auto((), 2) is of_auto((), None) is METHODS["moments"]
 
 
+def test_a_larger_budget_gets_a_network_with_steps_and_it_is_saved(tmp_path):
+    from dpbnn.networks import Steps
+
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-1, 1, (400, 2))
+    y = (x[:, 0] > 0).astype(int)
+    common = {"bounds": (-1, 1), "classes": [0, 1], "epochs": 5, "random_state": 0}
+    has = {}
+    for epsilon in (0.1, 5.0):
+        model = PrivateBayesClassifier(epsilon=epsilon, **common).fit(x, y)
+        has[epsilon] = any(isinstance(m, Steps) for m in model.posterior_.model.modules())
+    assert has == {0.1: False, 5.0: True}
+    model.save(tmp_path / "model")
+    again = PrivateBayesClassifier.load(tmp_path / "model")
+    assert np.array_equal(again.predict_proba(x), model.predict_proba(x))
+
+
 @pytest.mark.parametrize("bad", ["oops", b"x", float("nan"), None, [0, 1], 1j])
 def test_one_bad_label_of_a_list_changes_no_other_row(bad):
     """An array of one type would make texts of all labels for the sake of one."""

@@ -30,6 +30,17 @@ def test_a_linear_path_is_beside_the_hidden_layers():
     assert str(mlp(3, (), 2, linear_path=True)) == str(mlp(3, (), 2))
 
 
+def test_a_linear_path_has_steps_of_the_inputs_alone():
+    torch.manual_seed(0)
+    model = mlp(3, (4,), 2, linear_path=True, steps=0.5)
+    x = torch.randn(5, 3)
+    both, found = model[:2](x), model[:3](x)
+    assert torch.equal(found[:, :7], both)
+    wanted = torch.cat([0.5 * torch.tanh(2 * (x - k)) for k in (-1, 0, 1)], 1)
+    assert torch.allclose(found[:, 7:], wanted)
+    assert model(x).shape == (5, 2)
+
+
 def test_expectation_propagation_refuses_a_linear_path():
     model = mlp(3, (4,), 1, linear_path=True)
     plan = dpbnn.plan(noise_multiplier=1.0, delta=1e-5, n=10, batch_size=5, steps=2)
@@ -43,6 +54,7 @@ def test_expectation_propagation_refuses_a_linear_path():
     [
         mlp(6, (5,), 3),
         mlp(6, (5,), 3, linear_path=True),
+        mlp(6, (5,), 3, linear_path=True, steps=0.5),
         nn.Linear(6, 3),
         nn.Sequential(nn.Flatten(), nn.Linear(6, 3)),
     ],

@@ -56,6 +56,12 @@ class TestLinearPath(NetworkContract):
         return mlp(6, (8, 7), 3, activation=nn.Tanh, linear_path=True)
 
 
+class TestSteps(NetworkContract):
+    def model(self):
+        torch.manual_seed(0)
+        return mlp(6, (8,), 3, activation=nn.Tanh, linear_path=True, steps=0.5)
+
+
 class TestMicrobatched(NetworkContract):
     options: ClassVar[dict] = {"microbatch_size": 2}
 

@@ -298,7 +298,10 @@ class _Fit:
         estimator, place = self.estimator, self.place
         if place is not None and place.trained.is_dir():
             return training.load(place.trained, device=estimator.device or "cpu")
-        network = self.recipe.network(self.x.shape[1], estimator._widths(), self.target.outputs)
+        network = self.recipe.network(
+            self.x.shape[1], estimator._widths(), self.target.outputs, self.plan,
+            estimator._regression,
+        )  # fmt: skip
         inputs = torch.from_numpy(scaling(self.x, np.float32))
         short = self.plan.steps * self.plan.batch_size < _SHORT
         posterior = training.fit(

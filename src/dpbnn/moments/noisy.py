@@ -33,8 +33,9 @@ _NODES = 24  # of the quadrature over a linear predictor
 _FIRST = 0.1  # prior sd of log sqrt(A_00), the mean weight of a record
 _BELOW = 2.0  # prior variance of an entry of A's root over the mean square of correlations
 _LEAST = 0.25  # least such variance, times p
-_CENTRE = -0.5  # prior mean of the log scale of a feature
-_LOG_SCALE = 0.5  # prior sd of the log scale of a feature
+_USUAL = (0.37, 0.3)  # prior mean and sd of the mean square of a feature, over all features
+_LEAST_SQUARE = 0.05  # of features
+_LOG_SCALE = 0.5  # prior sd of the log scale of a feature about that of all
 LOG_NOISE = 1.0  # prior sd of log s
 
 
@@ -123,16 +124,20 @@ class Model:
     def prior(self, q: Tensor, data: Released) -> Tensor:
         """Return the coordinates less their prior means, in prior standard deviations.
 
-        How far features are correlated, in the mean, is taken from what was released.
+        How large features are and how far they are correlated, in the mean, is taken from what was
+        released: it has less noise than a single entry.
         """
         p, m = self.size, self.triangle
         rows, columns = torch.triu_indices(p, p)
         apart = data.second[..., rows != columns].square().mean(-1) - data.second_std.square()
-        scale = data.second[..., (rows == columns) & (rows > 0)].mean(-1).clamp(min=0.1)
-        share = (_BELOW * apart / scale.square()).clamp(_LEAST / p, 1.0).unsqueeze(-1)
+        size = data.second[..., (rows == columns) & (rows > 0)].mean(-1)
+        share = (_BELOW * apart / size.clamp(min=0.1).square()).clamp(_LEAST / p, 1.0)
+        share = share.unsqueeze(-1)
+        noise = (data.second_std / _USUAL[1]).square() / max(1, p - 1)
+        usual = ((size + noise * _USUAL[0]) / (1 + noise)).clamp(min=_LEAST_SQUARE)
         # A_ii = exp(2 h_i) (1 + sum of squares below): the more of them, the lower h_i.
         later = torch.arange(1, p, dtype=q.dtype)
-        centres = _CENTRE - 0.5 * torch.log1p(share * later)
+        centres = 0.5 * (usual.log().unsqueeze(-1) - torch.log1p(share * later))
         found = [q[..., :1] / _FIRST, (q[..., 1:p] - centres) / _LOG_SCALE]
         found.append(q[..., p:m] / share.sqrt())
         found.append((q[..., m : m + p] - self.mean) / self.std)

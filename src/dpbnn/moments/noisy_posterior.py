@@ -15,9 +15,10 @@ from dpbnn.moments.noisy import LOG_NOISE, Model, Released
 
 __all__ = ["covariance", "exact", "mode", "sample"]
 
-_SWEEPS = 36  # of slice sampling; the states after a quarter and a half fit its reference
+_SWEEPS = 48  # of slice sampling; states after an eighth, a quarter and a half fit its reference
 _TRIES = 6  # of a sweep, after which a chain stays where it is
 _MANY = 24  # coefficients, beyond which A is drawn from the Gaussian at the mode
+_FEW = 1 / 3  # coordinates a chain, up to which the reference is fitted to those of A too
 _WIDER = 1.3  # reference of the sampler over the Gaussian at the mode
 
 
@@ -125,13 +126,16 @@ def sample(
     """Return draws of theta [D, draws, p] and of log s [D, draws].
 
     Every chain begins at a draw of the Gaussian at the mode and is moved by elliptical slice
-    sampling; states of the second half are returned. Of more coefficients than `_MANY`, the
-    entries of A stay at that draw, and the rest moves given them.
+    sampling; states of the second half are returned. What it moves along is fitted to the states of
+    all chains. Of more coefficients than `_MANY`, the entries of A stay at that draw, and the rest
+    moves given them.
     """
     sweeps = sweeps or _SWEEPS
     centre = mode(model, data, start)
     root = torch.linalg.cholesky(_precision(model, centre, data))
     size, problems, m = centre.shape[1], len(centre), model.triangle
+    if size <= _FEW * chains and model.size <= _MANY:
+        m = 0  # coordinates whose reference stays that of the mode
     many = data.repeated(chains)
 
     def normal() -> Tensor:
@@ -165,7 +169,7 @@ def sample(
     for sweep in range(1, sweeps + 1):
         v = _slice(ratio, v, normal(), uniform)
         left = sweeps - sweep
-        if sweep in (sweeps // 4, sweeps // 2):
+        if sweep in (sweeps // 8, sweeps // 4, sweeps // 2):
             z = placed(v)[:, m - fixed :]
             shift, wide = _fitted(z)
             v = torch.cat([v[:, : m - fixed], torch.linalg.solve(wide, z - shift)], 1)

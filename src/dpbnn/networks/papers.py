@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from dpbnn.networks.standard import Beside
+from dpbnn.networks.standard import KNOTS, Beside, Steps
 
 __all__ = ["cnn", "mlp", "training_mode"]
 
@@ -19,6 +19,7 @@ def mlp(
     dropout: float = 0.0,
     activation: Callable[[], nn.Module] = nn.ReLU,
     linear_path: bool = False,
+    steps: float = 0.0,
 ) -> nn.Sequential:
     """Return a multilayer perceptron; the default is the papers' 784-1200-1200-10 with ReLU.
 
@@ -29,6 +30,7 @@ def mlp(
         dropout: probability of dropping a hidden unit, 0 for no dropout layers.
         activation: builds the nonlinearity between layers.
         linear_path: whether the last layer sees the inputs too, beside the hidden units.
+        steps: size of steps of the inputs that a linear path has too; 0 for none. See `Steps`.
     """
     layers: list[nn.Module] = [nn.Flatten()]
     for rows, columns in pairwise((inputs, *hidden)):
@@ -36,8 +38,12 @@ def mlp(
         if dropout:
             layers.append(nn.Dropout(dropout))
     if linear_path and hidden:
-        last = nn.Linear(hidden[-1] + inputs, outputs)
-        return nn.Sequential(layers[0], Beside(*layers[1:]), last)
+        width = hidden[-1] + inputs
+        both: list[nn.Module] = [layers[0], Beside(*layers[1:])]
+        if steps:
+            both.append(Steps(inputs, steps))
+            width += len(KNOTS) * inputs
+        return nn.Sequential(*both, nn.Linear(width, outputs))
     return nn.Sequential(*layers, nn.Linear((inputs, *hidden)[-1], outputs))
 
 

@@ -18,7 +18,9 @@ from dpbnn.networks.gaussian import GaussianConv2d, GaussianLinear
 from dpbnn.networks.layers import Forward, attributes, multiplied, register
 from dpbnn.networks.pooling import pooling
 
-__all__ = ["Beside", "LearnedNoise", "SharedDropout"]
+KNOTS = (-1.0, 0.0, 1.0)  # of `Steps`
+
+__all__ = ["Beside", "LearnedNoise", "SharedDropout", "Steps"]
 
 
 def _linear(layer: Any, record: Any) -> Forward:
@@ -171,6 +173,32 @@ class Beside(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         """Return (layers(x), x)."""
         return torch.cat([super().forward(x), x], -1)
+
+
+class Steps(nn.Module):
+    """Appends smooth steps of the last columns at fixed places, which look at no data.
+
+        x becomes (x, size tanh(2 (x_j - k))),   k = -1, 0, 1, for the last columns j
+
+    A Linear layer that follows has a curve of its own for every one of them. For inputs of about
+    mean 0 and variance 1.
+
+    Args:
+        columns: number of last columns.
+        size: of a step.
+    """
+
+    def __init__(self, columns: int, size: float = 1.0) -> None:
+        super().__init__()
+        self.columns, self.size = columns, size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x and its steps, side by side."""
+        last = x[..., x.shape[-1] - self.columns :]
+        return torch.cat([x, *(self.size * torch.tanh(2 * (last - k)) for k in KNOTS)], -1)
+
+
+register(Steps, saved=attributes("columns", "size"))
 
 
 class SharedDropout(nn.Dropout):
