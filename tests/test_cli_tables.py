@@ -119,10 +119,11 @@ def test_schema_check_quotes_values_where_it_is_asked_to(capsys, place):
 
 def test_schema_check_lists_every_problem_at_once(capsys, place):
     """Of the schema and of the table; each is one line, and none quotes a value."""
-    (place / "schema.toml").write_text(
-        SCHEMA + '[columns.a]\nbounds = ["TODO", "TODO"]\n[columns.b]\nbounds = [9, 1]\n'
+    more = (
+        '[columns.a]\nbounds = ["TODO", "TODO"]\n[columns.b]\nbounds = [9, 1]\n'
         "[columns.gone]\nbounds = [0, 1]\n"
     )
+    (place / "schema.toml").write_text("speed = 3\n" + SCHEMA + more)
     rows = "age,sex,y,a,b\nold,F,no,1,1\n50,X,maybe,1,1\n,X,yes,1,1\ninf,F,no,1,1\n"
     (place / "table.csv").write_text(rows)
     check = ("schema", "check", "table.csv", "--schema", "schema.toml")
@@ -131,6 +132,7 @@ def test_schema_check_lists_every_problem_at_once(capsys, place):
     expected = [
         "column 'a': bounds is still TODO",
         "column 'b': bounds = [9, 1]: are reversed",
+        "schema: 'speed' means nothing here",
         "the column 'gone' of the schema is absent",
         "column 'age': 3 values cannot be used; one is not a number",
         "column 'sex': 2 values cannot be used; one is none of 'F', 'M'",
@@ -167,7 +169,7 @@ def test_schema_check_names_unused_columns(capsys, place):
                                      .replace("yes\n", "yes,1\n"))  # fmt: skip
     code, out, err = run(capsys, "schema", "check", "table.csv", "--schema", "schema.toml")
     assert code == 0
-    assert "1 column that the first line names" in err
+    assert "1 column that the first line names is not in the schema and not used" in err
     assert "all of them fit" in out
 
 

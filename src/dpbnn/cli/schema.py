@@ -165,7 +165,9 @@ def check_command(table: Path, schema: Path, show_values: bool, **options: Any) 
     extra = Schema.from_dict(values).ignored(rows)
     if extra:
         named = rows.listed(extra, show=show_values)
-        click.echo(f"dpbnn: warning: {table}: {named} not in the schema and not used", err=True)
+        verb = "is" if len(extra) == 1 else "are"
+        text = f"{table}: {named} {verb} not in the schema and not used"
+        click.echo(f"dpbnn: warning: {text}", err=True)
     speaker.say(f"{table}: {rows.n} rows, all of them fit {schema}.")
 
 
@@ -223,10 +225,11 @@ def bounds_command(
     try:
         if not book.relation.public_size:
             raise ValueError(f"{ledger}: hides the number of rows; use a ledger under zero-out")
-        plan = dpbnn.plan(
-            epsilon=epsilon, delta=delta, n=rows.n, sampling="full-batch", steps=1,
-            relation=book.relation,
-        )  # fmt: skip
+        with Speaker(quiet=False, as_json=False).warnings():
+            plan = dpbnn.plan(
+                epsilon=epsilon, delta=delta, n=rows.n, sampling="full-batch", steps=1,
+                relation=book.relation,
+            )  # fmt: skip
         filled, hidden = learn_bounds(values, rows, plan=plan, ledger=book)
     except BaseException:
         if new and book.untouched:

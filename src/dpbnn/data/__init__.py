@@ -4,6 +4,7 @@ from dpbnn.data.column import Column
 from dpbnn.data.datasets import DATASETS, Dataset, load, load_table
 from dpbnn.data.files import read_table
 from dpbnn.data.frames import as_table
+from dpbnn.data.paid import PaidBounds, learn_bounds
 from dpbnn.data.schema import Schema
 from dpbnn.data.standardising import Standardisation, private_standardisation
 from dpbnn.data.statistics import (
@@ -23,12 +24,14 @@ __all__ = [
     "Column",
     "Dataset",
     "Histograms",
+    "PaidBounds",
     "Schema",
     "Standardisation",
     "Table",
     "TableError",
     "TableWarning",
     "as_table",
+    "learn_bounds",
     "load",
     "load_table",
     "private_bounds",

@@ -33,7 +33,8 @@ def problems(values: Mapping[str, Any], table: Table | None, show: bool = False)
         try:
             return make()
         except TableError as error:
-            found.append(str(error))
+            if str(error) not in found:
+                found.append(str(error))
             return None
 
     given = values.get("columns")
@@ -44,9 +45,7 @@ def problems(values: Mapping[str, Any], table: Table | None, show: bool = False)
     aim = values.get("target")
     named = isinstance(aim, Mapping) and "name" in aim
     target = tried(lambda: target_of_values(aim)) if named else None
-    schema = None
-    if not found:
-        schema = tried(lambda: Schema.from_dict(values))
+    schema = tried(lambda: Schema.from_dict(values))
     if table is None:
         return found
     goal = aim["name"] if named and isinstance(aim, Mapping) else None
