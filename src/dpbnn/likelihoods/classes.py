@@ -18,6 +18,7 @@ from torch import Tensor
 from dpbnn.likelihoods.base import LikelihoodBase
 from dpbnn.predictive import ClassPredictive, OrdinalPredictive, Predictive
 
+_SLOW = 0.3  # share of an output that moves a distance: noise in all of them adds up
 _GAP = 1e-6  # smallest distance of two cut points, so that no class has probability 0
 
 
@@ -157,7 +158,7 @@ class Bernoulli(LikelihoodBase, name="bernoulli"):
 class Ordinal(LikelihoodBase, name="ordinal"):
     """Classes with an order, such as grades, by cumulative probabilities; K - 1 outputs.
 
-        P(y > k | f) = sigmoid(f_0 - c_k),   c_k = c_{k-1} + softplus(f_k + a_k)
+        P(y > k | f) = sigmoid(f_0 - c_k),   c_k = c_{k-1} + softplus(0.3 f_k + a_k)
 
     The first output moves all classes up, the others are distances between cut points, so that
     the probabilities are in order whatever the outputs are. Public constants a_k make all classes
@@ -187,7 +188,7 @@ class Ordinal(LikelihoodBase, name="ordinal"):
         above = outputs[..., 0] - first  # logit of P(y > 0)
         found = [F.logsigmoid(-above)]
         for k, start in enumerate(starts):
-            gap = _GAP + F.softplus(outputs[..., k + 1] + start)
+            gap = _GAP + F.softplus(_SLOW * outputs[..., k + 1] + start)
             following = above - gap
             inside = torch.log(-torch.expm1(-gap))
             found.append(F.logsigmoid(above) + F.logsigmoid(-following) + inside)
