@@ -121,8 +121,8 @@ class Workspace:
                 "salt": salt.hex(),
                 "table": fingerprint(*table, salt),
             }
-            _write(path, known, private=True)
             _write(self.progress / "settings.json", settings)
+            _write(path, known, private=True)  # last: with it, there is a fit to be resumed
             return
         before = json.loads((self.progress / "settings.json").read_text())
         other = [name for name in settings if settings[name] != before.get(name)]
