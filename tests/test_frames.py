@@ -275,3 +275,26 @@ def test_dates_are_numbers_only_where_they_are_declared(people):
         number.encode(people)
     with pytest.raises(ValueError, match="is not a date"):
         Schema((days,), SCHEMA.target).encode({"admitted": ["soon"], "ill": ["yes"]})
+
+
+@pytest.mark.parametrize("kind", ["classifier", "regressor"])
+def test_a_private_choice_takes_raw_frames(people, kind):
+    """Of two models, one of which has learned nothing; a bad row contributes nothing."""
+    book = dpbnn.Ledger(epsilon=60.0, delta=1e-5)
+    make, schema = {
+        "classifier": (PrivateBayesClassifier, SCHEMA), "regressor": (PrivateBayesRegressor, WAGE),
+    }[kind]  # fmt: skip
+    common = {"schema": schema, "ledger": book, "random_state": 0}
+    tried = {
+        "good": make(epsilon=20.0, epochs=60, **common).fit(people),
+        "bad": make(epsilon=0.1, epochs=1, **common).fit(people),
+    }
+    held = frame(300, seed=1).astype(object)
+    held.at[7, "smokes"] = "perhaps"
+    with pytest.raises(ValueError, match="'smokes'"):
+        dpbnn.select(tried, (held, None), epsilon=5.0, ledger=book)
+    choice = dpbnn.select(tried, (held, None), epsilon=5.0, ledger=book, on_bad_rows="zero")
+    assert choice.name == "good"
+    tried["bad"].schema_ = Schema(schema.columns[:2], schema.target)
+    with pytest.raises(ValueError, match="different schemas"):
+        dpbnn.select(tried, (held, None), epsilon=1.0, ledger=book)

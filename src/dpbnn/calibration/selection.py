@@ -71,7 +71,8 @@ def select(
 
     Args:
         candidates: fitted posteriors or estimators, by name or in a list.
-        data: (inputs, targets) that were held out; see `calibration_split`.
+        data: (inputs, targets) that were held out; see `calibration_split`. For estimators with a
+            schema a raw data frame, and its targets or None.
         epsilon: budget of the selection alone.
         delta: its delta; by default the ledger's, or the posteriors'.
         ledger: that of all the trainings.
@@ -89,7 +90,7 @@ def select(
         raise ValueError(f"candidates: {len(named)} given; give at least 2 to choose from")
     if score not in ("log_prob", "accuracy"):
         raise ValueError(f"score={score!r}: must be 'log_prob' or 'accuracy'")
-    records = Records.of(data, on_bad_rows)
+    records = Records.of(_encoded(named, data, on_bad_rows), on_bad_rows)
     _check_ledger(named, ledger)
     first = next(iter(named.values()))
     budget = Budget.of(_privacy(first), records.count, epsilon, delta, plan, ledger, 1)
@@ -117,12 +118,26 @@ def select(
     )
 
 
+def _encoded(candidates: dict[Any, Any], data: tuple[Any, Any], on_bad_rows: str) -> Any:
+    """Return the records; raw ones as the schema of all candidates encodes them."""
+    schemas = [getattr(candidate, "schema_", None) for candidate in candidates.values()]
+    if all(schema is None for schema in schemas):
+        return data
+    if any(schema != schemas[0] for schema in schemas):
+        raise ValueError(
+            "candidates: have different schemas; fit all of them with the same one, or without"
+        )
+    return next(iter(candidates.values())).records(*data, on_bad_rows)
+
+
 def _scores(
     candidate: Any, records: Records, score: str, samples: int, seed: int
 ) -> tuple[Tensor, Tensor]:
     """Return every record's score under one candidate, in float64, and which records count."""
     y = None
-    if hasattr(candidate, "predictive"):
+    if getattr(candidate, "schema_", None) is not None:
+        predictive, records = records.predicted(lambda x: candidate.predicted(x.numpy()))
+    elif hasattr(candidate, "predictive"):
         predictive, records = records.predicted(candidate.predictive)
         if hasattr(candidate, "classes_"):
             y = torch.as_tensor(candidate.numbers(records.y))

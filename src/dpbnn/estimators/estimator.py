@@ -150,6 +150,18 @@ class PrivateBayes(BaseEstimator):
                 return check_array(X, dtype=np.float64)
             return validate_data(self, X, reset=False, dtype=np.float64)
 
+    def records(self, X: Any, y: Any, on_bad_rows: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return raw records as the schema has them: inputs and targets of `predicted`.
+
+        Args:
+            X: a raw data frame.
+            y: targets; None takes them from X.
+            on_bad_rows: as in `Schema.encode`; "zero" makes the inputs of bad rows NaN.
+        """
+        assert self.schema_ is not None
+        x, found = frames.encoded(self.schema_, X, y, on_bad_rows)
+        return x, self.schema_.decode_target(found) if self._regression else found
+
     def predicted(self, inputs: np.ndarray) -> Predictive:
         """Return the predictive at inputs of `inputs`, with classes in the order of the schema.
 

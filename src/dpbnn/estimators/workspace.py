@@ -125,8 +125,8 @@ class Workspace:
                 "table": fingerprint(*table, salt),
                 "units": None if units is None else fingerprint(units.order, units.starts, salt),
             }
-            _write(path, known, private=True)
             _write(self.progress / "settings.json", settings)
+            _write(path, known, private=True)  # last: with it, there is a fit to be resumed
             return
         before = json.loads((self.progress / "settings.json").read_text())
         other = [name for name in settings if settings[name] != before.get(name)]
