@@ -143,9 +143,7 @@ def test_the_schema_names_the_persons_column(place):
     table = dpbnn.data.read_table(place / "train.csv")
     assert schema.ignored(table) == ()
     assert len(set(schema.units(table))) == PERSONS
-    with pytest.raises(
-        dpbnn.data.TableError, match="the unit 'patient_id' of the schema"
-    ):
+    with pytest.raises(dpbnn.data.TableError, match="the unit 'patient_id' of the schema"):
         schema.units({"a": [0.1], "b": [0.2]})
     with pytest.raises(dpbnn.data.TableError, match="is there twice"):
         dpbnn.data.Schema.from_toml(SCHEMA.replace('"patient_id"', '"a"'))

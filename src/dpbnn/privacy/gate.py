@@ -265,7 +265,7 @@ class Gate:
         return sums
 
     def _precision_of(
-        self, contributions: Clippable, sigma: float, units: _Rows, most: int | None
+        self, contributions: Clippable, sigma: float, units: _Rows = None, most: int | None = None
     ) -> _Precision:
         """Return the precision of the next release; raises where there is none to be had."""
         dtype = contributions.dtype
@@ -298,7 +298,7 @@ class Gate:
         return _Precision(share, dtype)
 
     def _summed(
-        self, contributions: Clippable, keep: _Rows, norms: list[Tensor], units: _Rows
+        self, contributions: Clippable, keep: _Rows, norms: list[Tensor], units: _Rows = None
     ) -> dict[str, Tensor]:
         """Return the clipped sum; contributions that are replayed get the function that makes it.
 
