@@ -1008,7 +1008,7 @@ def the_true_number_is_in_the_settings(patch: Patch) -> None:
 
 
 def the_statement_calls_n_the_number_of_records(patch: Patch) -> None:
-    patch.setattr(statement, "_EXPECTED_SIZE", statement._SIZE)
+    patch.setattr(statement, "_size", lambda unit, relation: f"the number of {unit}s n")
 
 
 def empty_batches_have_another_type(patch: Patch) -> None:

@@ -131,6 +131,8 @@ def fit(
     check_count(max_records=max_records)
     if units is not None:
         method.check_units()
+        if observers:
+            raise ValueError("units: observers estimate for single records; leave them out")
         plan = counted_by(plan, checked_unit(unit) or "person")
         check_one_unit(plan.events)
     elif plan.sampler.unit:

@@ -309,8 +309,21 @@ def test_methods_for_single_records_refuse_units_in_one_line(method):
 
 
 def test_observers_are_refused():
+    book = dpbnn.Ledger()
     with pytest.raises(ValueError, match="single records"):
-        fitted(observers=[dpbnn.BayesianAccountant()])
+        fitted(observers=[dpbnn.BayesianAccountant()], ledger=book)
+    assert book.untouched
+
+
+def test_keys_of_a_run_are_bound_to_its_labels():
+    """Noise may serve the same steps of the same computation alone, so also the same persons."""
+    from dpbnn.computed import digest
+
+    def of(labels):
+        return digest((*dataset(), Units.of(labels, None)), b"a key of enough bytes")
+
+    assert of(IDS) == of([f"person {label}" for label in IDS])
+    assert of(IDS) != of([*IDS[1:], IDS[0]])
 
 
 def test_an_interrupted_run_goes_on_only_with_the_same_labels(tmp_path):

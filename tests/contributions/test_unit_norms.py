@@ -10,6 +10,7 @@ from torch import nn
 import dpbnn
 from dpbnn.contributions import Contributions, DenseContributions, UnsupportedModel, attach, sites
 from dpbnn.contributions.outer import Outer
+from dpbnn.privacy import units
 from dpbnn.privacy.units import Groups, unit_norms
 
 SIZES = (1, 3, 1, 2, 7, 4, 1, 5)
@@ -114,6 +115,36 @@ def test_norms_of_units_are_those_of_summed_gradients(name, form, monkeypatch):
     assert_tight(found_norms(c), true_norms(truth))
     used = torch.arange(ROWS) % 3 != 1
     assert_tight(found_norms(c, used), true_norms(truth, used))
+
+
+@pytest.mark.parametrize("block", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ["perceptron", "normed", "own layer"])
+def test_units_that_are_larger_than_a_block(name, block, monkeypatch):
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    x, y = data(shape)
+    monkeypatch.setattr(units, "BLOCK", block)
+    c = attach(model, "categorical")(x, y)
+    truth = per_example(model, "categorical", x, y)
+    assert_tight(found_norms(c), true_norms(truth))
+    used = torch.arange(ROWS) % 3 != 1
+    assert_tight(found_norms(c, used), true_norms(truth, used))
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 100])
+def test_batches_of_one_unit_and_of_none(size):
+    torch.manual_seed(0)
+    model = dpbnn.mlp(5, (7,), 3)
+    x, y = torch.randn(size, 5), torch.randint(0, 3, (size,))
+    c = attach(model, "categorical")(x, y)
+    truth = per_example(model, "categorical", x, y)
+    groups = Groups.of_rows(torch.zeros(size, dtype=torch.int64))
+    found = unit_norms(c, groups, list(c.shapes))
+    largest = flat(truth, list(truth)).norm(dim=1).max()
+    assert_tight(found, torch.maximum(flat(truth, list(truth)).sum(0).norm(), largest)[None])
+    empty = attach(model, "categorical")(x[:0], y[:0])
+    assert unit_norms(empty, Groups.of_rows(y[:0]), list(empty.shapes)).shape == (0,)
 
 
 @pytest.mark.parametrize("draws", [1, 2])

@@ -191,6 +191,7 @@ class _Fit:
         self.later = self.held.plans(self.parts, estimator.epsilon, self.delta)
         own = place is not None and place.own
         self.ledger = place.book(self.delta) if own else estimator._ledger(self.delta)  # type: ignore[union-attr]
+        self._check_paid_bounds()
         shape = (persons.count or len(self.x), self.x.shape[1])
         plans = _plans(estimator, shape, self.delta, self.later, self.recipe)
         plans = _Plans(*persons.planned(plans.bounds, plans.standard, plans.training))
@@ -213,6 +214,19 @@ class _Fit:
             "seed", int(check_random_state(estimator.random_state).randint(2**31 - 1))
         )
         self.earlier = self.released.get("earlier", self.ledger.releases)
+
+    def _check_paid_bounds(self) -> None:
+        """Raise where the schema has bounds that the ledger of this fit has not paid for."""
+        schema = self.estimator.schema_
+        paid = None if schema is None or self.estimator.epsilon is None else schema.private_bounds
+        if paid is None:
+            return
+        if self.persons.owners is not None:
+            raise ValueError(
+                f"schema: its bounds were learned privately for one row and not for one "
+                f"{self.persons.unit}; state public bounds"
+            )
+        paid.check(self.ledger)
 
     def run(self, settings: Mapping[str, Any]) -> None:
         """Scale, train and calibrate; in a run folder, write the run.

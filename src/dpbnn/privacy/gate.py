@@ -282,7 +282,7 @@ class Gate:
         )  # fmt: skip
 
     def _summed(
-        self, contributions: Clippable, keep: _Rows, norms: list[Tensor], units: _Rows
+        self, contributions: Clippable, keep: _Rows, norms: list[Tensor], units: _Rows = None
     ) -> dict[str, Tensor]:
         """Return the clipped sum; shares and replayed ones get the function that makes it.
 
