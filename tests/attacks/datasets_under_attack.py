@@ -91,7 +91,7 @@ class Dying(Plain):
         return super().__getitem__(number)
 
 
-class Spying(Plain):
+class Spying(Augmented):
     """Writes down which objects of a run live in the process that loads it."""
 
     def __init__(self, folder):

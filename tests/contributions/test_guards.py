@@ -177,7 +177,8 @@ def test_a_wrong_group_of_clips_spends_nothing():
             "cannot be run and recorded",
         ),
         (nn.Linear(5, 3), torch.randn(6, 4), r"shapes \[\(8, 4\)"),
-        (nn.Linear(4, 3), {"x": torch.randn(6, 4)}, "give tensors"),
+        (nn.Linear(4, 3), {"input": [[0.0] * 4] * 6}, "give tensors"),
+        (nn.Linear(4, 3), {"other": torch.randn(6, 4)}, "unexpected keyword argument 'other'"),
         (
             nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Flatten(), nn.Linear(4, 3)),
             torch.zeros(6, 1, dtype=torch.long),

@@ -329,7 +329,7 @@ class Attached:
             kinds = [type(t).__name__ for t in (*arguments, y)]
             raise TypeError(
                 f"inputs and targets are {kinds}; give tensors with a row per example, or a tuple "
-                f"of such inputs."
+                f"or a mapping of such inputs."
             )
         if torch.is_inference_mode_enabled() or any(t.is_inference() for t in (*arguments, y)):
             raise RuntimeError(
