@@ -94,6 +94,8 @@ class Run(ABC):
 
         Of several ranks the first one has them, and tells the others what they need.
         """
+        given = {"resume": self.resume, "checkpoint_every": self.every, "out": self.out is None}
+        self.group.check_same({name: str(value) for name, value in given.items()})
         self.folder = None if self.out is None or self.group.rank else RunFolder(self.out)
         if self.out is None and self.resume:
             raise ValueError("resume=True: needs out=, the folder of the run to resume")

@@ -195,7 +195,8 @@ def fit(
             beside_paid=beside_paid, seed=seed, group=group,
         )  # fmt: skip
         with run.opened():
-            run.train(sys.stderr.isatty() if progress is None else progress)
+            shown = sys.stderr.isatty() if progress is None else progress
+            run.train(shown and group.rank == 0)
             return run.posterior(tuning_runs)
 
 
