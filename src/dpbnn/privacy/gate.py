@@ -297,8 +297,8 @@ class Gate:
             raise ValueError("contributions: over several processes, give them as `Shares`")
         if not isinstance(contributions, Replayed):
             return self._clipped_sum(contributions, keep, norms, units)
-        if self._watchers or not self.ledger.relation.public_size:
-            raise ValueError("replayed contributions: have no norms to watch, and a public size")
+        if self._watchers or not self.ledger.relation.public_size or units is not None:
+            raise ValueError("replayed contributions: no norms to watch, a public size, no units")
         key = (self._precision, *self.clips.items())
         return contributions.summed(key, keep, lambda c, keep: self._clipped_sum(c, keep, norms))
 

@@ -63,7 +63,7 @@ class Packed(NamedTuple):
     """Small units, several of them in a block of `BLOCK` rows.
 
     Attributes:
-        rows: positions of the blocks' rows in the batch, [blocks, BLOCK]; any row where a block is
+        rows: positions of the blocks' rows in the batch, [blocks * BLOCK]; any row where a block is
             not full. None where the blocks are the rows of the batch as they stand.
         units: the unit of every row, any where there is none; [blocks * BLOCK].
         same: 1 where two rows of a block are of one unit, 0 elsewhere; [blocks, BLOCK, BLOCK].
@@ -75,7 +75,8 @@ class Packed(NamedTuple):
 
     def blocks(self, t: Tensor) -> Tensor:
         """Return values of the rows, [blocks, BLOCK, ...]."""
-        return torch.unflatten(t, 0, (-1, BLOCK)) if self.rows is None else t[self.rows]
+        rows = t if self.rows is None else t.index_select(0, self.rows)
+        return rows.reshape(-1, BLOCK, *t.shape[1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,12 +190,11 @@ class Groups:
         places = np.repeat(slots, sizes) + offsets
         units[places] = np.repeat(small, sizes)
         rows[places] = np.repeat(self.starts[small], sizes) + offsets
-        device, shape = self.of.device, (-1, BLOCK)
+        device, whose = self.of.device, units.reshape(-1, BLOCK)
         as_they_are = total == self.starts[-1] and (rows == np.arange(total)).all()
-        whose, which = units.reshape(shape), torch.from_numpy(rows.reshape(shape)).to(device)
         same = (whose[:, :, None] == whose[:, None, :]) & (whose[:, :, None] >= 0)
         return Packed(
-            None if as_they_are else which,
+            None if as_they_are else torch.from_numpy(rows).to(device),
             torch.from_numpy(np.maximum(units, 0)).to(device),
             torch.from_numpy(same.astype(np.float32)).to(device),
         )
