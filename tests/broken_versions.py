@@ -1472,7 +1472,7 @@ def units_may_be_mixed(patch: Patch) -> None:
         patch.setattr(module, "check_one_unit", lambda events: None)
 
 
-# 60: data that is read as it is needed
+# 59: data that is read as it is needed
 
 
 def records_that_may_change_keep_their_keys(patch: Patch) -> None:
@@ -1511,7 +1511,7 @@ def data_is_copied_whole(patch: Patch) -> None:
     patch.setattr(rows, "_whole", lambda *given: (True, False))
 
 
-# 60: several processes train together
+# 58: several processes train together
 
 
 def every_rank_adds_its_own_noise(patch: Patch) -> None:

@@ -33,9 +33,9 @@ def stopped(rank, out, at=4):
     return "stopped"
 
 
-@fails_on(60, broken.noise_depends_on_the_ranks, size=1)
+@fails_on(58, broken.noise_depends_on_the_ranks, size=1)
 @pytest.mark.parametrize("size", [0, 1, 4])
-def test_item_60_a_run_goes_on_on_another_number_of_ranks(tmp_path, size):
+def test_item_58_a_run_goes_on_on_another_number_of_ranks(tmp_path, size):
     """With the same keys it ends as if it had not been interrupted, and nothing is paid twice."""
     out = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
