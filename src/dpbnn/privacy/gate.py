@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dpbnn.privacy.checks import check_one_process
-from dpbnn.privacy.contracts import Auditor, Clippable, Replayed, check_keep
+from dpbnn.privacy.contracts import Auditor, Clippable, Replayed
 from dpbnn.privacy.events import Event, check_relation
 from dpbnn.privacy.grid import RESOLUTION, spacing
 from dpbnn.privacy.group import Group, Shares
@@ -42,10 +42,7 @@ _COARSE = 0.05  # share of the clip that rounding may cost before the noise is d
 
 @dataclasses.dataclass(frozen=True)
 class _Precision:
-    """How exact a release is: the share of the clip left for contributions, the noise's dtype.
-
-    `step` is the spacing of its grid, or 0.
-    """
+    """The share of the clip left for contributions, the noise's dtype, the grid's spacing or 0."""
 
     share: float
     dtype: torch.dtype
@@ -214,7 +211,7 @@ class Gate:
         """
         sigma = self._sigma(noise_multiplier)
         self._check_size(contributions.batch_size)
-        check_keep(keep, contributions.batch_size, self.ledger.relation.public_size)
+        _check_keep(keep, contributions.batch_size, self.ledger.relation.public_size)
         self._groups(contributions.shapes)
         self.mechanism.check(contributions.shapes)
         if mean and self.sampler is None:
@@ -428,6 +425,14 @@ class Gate:
                 f"n={self.sampler.n} has {expected if expected is not None else 'at most n'}; "
                 f"draw batches with sampler.batches(...), or pass sampler=None to the gate"
             )
+
+
+def _check_keep(keep: Tensor | None, size: int, public: bool) -> None:
+    if keep is None or (keep.dtype is torch.bool and keep.shape == (size,)):
+        return
+    given = f"is a tensor of {keep.dtype} and shape {tuple(keep.shape)}" if public else "is wrong"
+    of = f"each of {size} examples" if public else "each example"  # how many may be a secret
+    raise ValueError(f"keep: {given}; give one of true or false for {of}")
 
 
 def _factor(norms: Tensor, clip: float) -> Tensor:
