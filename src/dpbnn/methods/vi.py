@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpbnn.contributions.dense import Contributions
 from dpbnn.likelihoods import Gaussian, Likelihood
 from dpbnn.methods.bbp import BBP, DrawnWeights, kl_gradient
 from dpbnn.methods.method import Descent, DescentState, Problem
@@ -112,14 +111,6 @@ class VIProcess(DrawnWeights):
             likelihood = ExpectedGaussian(likelihood)
         attached = problem.attach(likelihood, space="parameters", draws=settings.draws)
         super().__init__(settings, problem, attached)
-
-    def draw(self, state: DescentState) -> DescentState:
-        """Return the state with fresh draws of the weights."""
-        return dataclasses.replace(state, drawn=self.attached.draw())
-
-    def contribute(self, state: DescentState, x: Any, y: Tensor) -> Contributions:
-        """Return what the examples of a batch contribute at the draws."""
-        return self.attached(x, y, draws=state.drawn)
 
     def gradient(self, state: DescentState, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return release / b + beta grad KL / n."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dpbnn.privacy.gate import Gate
     from dpbnn.privacy.units import Groups
 
-__all__ = ["Auditor", "Clippable", "Replayed", "check_keep"]
+__all__ = ["Auditor", "Clippable", "Replayed"]
 
 
 class Clippable(Protocol):
@@ -90,12 +90,3 @@ class Auditor(Protocol):
 
     def release(self, gate: Gate, event: Event, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return what stands for the release."""
-
-
-def check_keep(keep: Tensor | None, size: int, public: bool) -> None:
-    """Raise unless `keep` is true or false for each of `size` examples, or None."""
-    if keep is None or (keep.dtype is torch.bool and keep.shape == (size,)):
-        return
-    given = f"is a tensor of {keep.dtype} and shape {tuple(keep.shape)}" if public else "is wrong"
-    of = f"each of {size} examples" if public else "each example"  # how many may be a secret
-    raise ValueError(f"keep: {given}; give one of true or false for {of}")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dpbnn.privacy.checks import check_one_process
-from dpbnn.privacy.contracts import Auditor, Clippable, Replayed, check_keep
+from dpbnn.privacy.contracts import Auditor, Clippable, Replayed
 from dpbnn.privacy.events import Event, check_relation
 from dpbnn.privacy.group import Group, Shares
 from dpbnn.privacy.ledger import Attempt, Ledger
@@ -207,7 +207,7 @@ class Gate:
         """
         sigma = self._sigma(noise_multiplier)
         self._check_size(check_units(units, contributions.batch_size, self.sampler, self._watchers))
-        check_keep(keep, contributions.batch_size, self.ledger.relation.public_size)
+        _check_keep(keep, contributions.batch_size, self.ledger.relation.public_size)
         self._groups(contributions.shapes)
         self.mechanism.check(contributions.shapes)
         if mean and self.sampler is None:
@@ -416,6 +416,14 @@ class Gate:
                 f"sampling of n={self.sampler.n} has {wanted}; "
                 f"draw batches with sampler.batches(...), or pass sampler=None to the gate"
             )
+
+
+def _check_keep(keep: Tensor | None, size: int, public: bool) -> None:
+    if keep is None or (keep.dtype is torch.bool and keep.shape == (size,)):
+        return
+    given = f"is a tensor of {keep.dtype} and shape {tuple(keep.shape)}" if public else "is wrong"
+    of = f"each of {size} examples" if public else "each example"  # how many may be a secret
+    raise ValueError(f"keep: {given}; give one of true or false for {of}")
 
 
 def _factor(norms: Tensor, clip: float) -> Tensor:
