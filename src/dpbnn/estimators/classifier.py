@@ -35,7 +35,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
             so that wide bounds do little harm.
         classes: all labels that can occur, from public knowledge.
         hidden: widths of the hidden layers.
-        prior: of the weights; N(0, 1) by default.
+        prior: of the weights; N(0, 1) by default, and a narrower one for "auto" without privacy.
         batch_size: expected batch size; by default all rows up to 2048 of them, 1024 beyond.
         epochs: passes over the data; by default 800 steps with "auto", 400 with others, and 1000
             without privacy.

@@ -25,7 +25,6 @@ from dpbnn.messages import check_on_bad_rows
 from dpbnn.methods.method import Method
 from dpbnn.posteriors import Posterior
 from dpbnn.predictive import Predictive
-from dpbnn.priors import Gaussian
 from dpbnn.privacy.checks import check_count, check_positive, quoted
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan
@@ -119,7 +118,7 @@ class PrivateBayes(BaseEstimator):
             recipe.network(X.shape[1], self._widths(), target.outputs, plan, self._regression),
             (torch.from_numpy(scaling(X, np.float32)), torch.from_numpy(target.values[rows])),
             target.likelihood,
-            Gaussian(1.0) if self.prior is None else self.prior,
+            recipe.prior(plan, self._regression) if self.prior is None else self.prior,
             method,
             plan,
             ledger=ledger,
