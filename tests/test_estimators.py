@@ -63,7 +63,7 @@ def fitted(digits):
 @parametrize_with_checks(
     [
         PrivateBayesClassifier(**QUICK),
-        PrivateBayesRegressor(**{**QUICK, "epochs": 150, "learning_rate": 1e-3}),
+        PrivateBayesRegressor(**{**QUICK, "epochs": 250, "learning_rate": 1e-3}),
     ],
     expected_failed_checks=lambda estimator: (
         WEIGHTS if isinstance(estimator, PrivateBayesClassifier) else {}
@@ -629,6 +629,20 @@ def test_a_larger_budget_gets_a_network_with_steps_and_it_is_saved(tmp_path):
     model.save(tmp_path / "model")
     again = PrivateBayesClassifier.load(tmp_path / "model")
     assert np.array_equal(again.predict_proba(x), model.predict_proba(x))
+
+
+def test_without_privacy_auto_does_not_learn_the_noise_of_few_rows():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1150, 8))
+    y = (rng.random(len(x)) < 1 / (1 + np.exp(-1.5 * x[:, 0]))).astype(int)
+    common = {"epsilon": None, "bounds": (-4, 4), "classes": [0, 1], "random_state": 0}
+    losses = []
+    for prior in (None, dpbnn.Gaussian(1.0)):
+        model = PrivateBayesClassifier(prior=prior, **common).fit(x[:150], y[:150])
+        p = model.predict_proba(x[150:])[np.arange(1000), y[150:]]
+        losses.append(-np.log(p).mean())
+    assert losses[0] < 0.8
+    assert losses[0] < losses[1] - 0.1
 
 
 @pytest.mark.parametrize("bad", ["oops", b"x", float("nan"), None, [0, 1], 1j])

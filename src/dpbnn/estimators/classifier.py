@@ -47,7 +47,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
             counts in training by the weight of its label; only ratios matter. Predictions are
             corrected for the weights: they are probabilities in the population, as without.
         hidden: widths of the hidden layers.
-        prior: of the weights; N(0, 1) by default.
+        prior: of the weights; N(0, 1) by default, and a narrower one for "auto" without privacy.
         batch_size: expected batch size; by default all rows up to 2048 of them, 1024 beyond.
         epochs: passes over the data; by default 800 steps with "auto", 400 with others, and 1000
             without privacy.

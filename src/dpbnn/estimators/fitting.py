@@ -26,7 +26,6 @@ from dpbnn.estimators.persons import UNIT, Persons
 from dpbnn.estimators.scaling import Scaling, parsed_bounds
 from dpbnn.estimators.workspace import Workspace, new_run
 from dpbnn.posteriors import Posterior
-from dpbnn.priors import Gaussian
 from dpbnn.privacy.checks import round_up
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan
@@ -322,7 +321,9 @@ class _Fit:
             network,
             (inputs, torch.from_numpy(self.target.values[self.rows])),
             self.target.likelihood,
-            Gaussian(1.0) if estimator.prior is None else estimator.prior,
+            self.recipe.prior(self.plan, estimator._regression)
+            if estimator.prior is None
+            else estimator.prior,
             self.method,
             self.plan,
             ledger=self.ledger,

@@ -53,6 +53,7 @@ _SMALL = 1 / 3  # of it, for the residuals of a regression
 _CURVED = {True: 100.0, False: 30.0}  # m of `_told`, at most n, per column from which it has steps
 _STEPS = {True: 0.25, False: 1.0}  # their size; both in regression, and for classes
 _SMOOTH = 1300.0  # m from which hidden units of a regressor are smooth
+_OPEN_PRIOR = {True: 0.5, False: 0.3}  # its std without privacy, in regression and for classes
 _ENOUGH = 400.0  # m of `_told` below which steps shrink
 _HIDDEN = 0.25  # noise in a mean, in units of half the bounds, that hides what a column is like
 
@@ -128,6 +129,13 @@ class Recipe:
             activation=torch.nn.Tanh if regression and told >= _SMOOTH else torch.nn.ReLU,
             steps=_STEPS[regression] if told >= _CURVED[regression] * features else 0.0,
         )
+
+    def prior(self, plan: Plan, regression: bool) -> Gaussian:
+        """Return the prior of a user who gives none.
+
+        Without privacy nothing but the prior keeps "auto" from learning the noise of few rows.
+        """
+        return Gaussian(_OPEN_PRIOR[regression] if self.curved and not plan.private else 1.0)
 
     @property
     def langevin(self) -> bool:
