@@ -833,9 +833,9 @@ def resumed_fits_take_any_ledger(patch: Patch) -> None:
 
 
 def resumed_fits_take_any_table(patch: Patch) -> None:
-    def bind(original, self, estimator, table):
+    def bind(original, self, *table):
         if not self.resumed:
-            original(self, estimator, table)
+            original(self, *table)
 
     around(patch, workspace.Workspace, "bind", bind)
 
@@ -1594,10 +1594,9 @@ def noise_depends_on_the_ranks(patch: Patch) -> None:
         return NoiseSource.from_key(source.key, source.step, purpose=f"ranks {self.group.size}")
 
     around(patch, resume.Run, "_noise", drawn)
-    patch.setattr("dpbnn.privacy.gate._SMALLEST_CLIP", {torch.float32: 0.0, torch.float64: 0.0})
 
 
-# Batches above the capacity of a captured step
+# 6: batches above the capacity of a captured step
 
 
 def large_batches_lose_their_rest(patch: Patch) -> None:

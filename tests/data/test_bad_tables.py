@@ -191,7 +191,7 @@ def test_dates_are_held_and_refused_as_numbers():
     dates = np.array(["2020-01-01", "NaT"], dtype="datetime64[D]")
     table = as_table({"age": dates, "sex": ["F", "M"], "y": ["no", "yes"]})
     assert table["age"].tolist() == ["2020-01-01", None]
-    refused(lambda: Schema.from_toml(SCHEMA).encode(table), "'age'", "is a date", "days")
+    refused(lambda: Schema.from_toml(SCHEMA).encode(table), "'age'", "is a date", "two dates")
 
 
 OBJECTS = {

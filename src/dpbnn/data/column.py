@@ -284,12 +284,10 @@ def _no_date(value: Any) -> str:
 def _no_number(value: Any) -> str:
     """Say why a value is not a finite number, without quoting it."""
     text = str(value)
-    if "-" in text and dates.day_of(text) is not None:
-        return "is a date; give two dates as bounds in the schema, as in [2000-01-01, 2030-12-31]"
     if text.lower().lstrip("+-") in ("inf", "infinity") or _overflows(text):
         return "is infinite; write a number, or leave it empty if it is missing"
     if is_date(text):
-        return "is a date; turn dates into numbers, such as days since a fixed date"
+        return "is a date; write dates as 2024-01-31, and give the column two dates as bounds"
     if _THOUSANDS.fullmatch(text.strip()):
         return (
             "has a comma; take it out where it separates thousands, or read the table with "
