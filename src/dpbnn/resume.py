@@ -411,7 +411,7 @@ class Run(ABC):
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         tensors, start = checkpoint.tensors, "state."
-        tensors = {name: value.to(self.x.device) for name, value in tensors.items()}
+        tensors = {name: value.to(self.device) for name, value in tensors.items()}
         saved = {n[len(start) :]: v for n, v in tensors.items() if n.startswith(start)}
         try:
             self.state = self.process.resumed(self.state, saved)
