@@ -322,7 +322,8 @@ class Run(ABC):
         sigma = self.sigmas[self.step]
         if not self.gate.reserved:
             # Under a budget all at once: runs that share it must not use it up between them.
-            block = _BLOCK if self.gate.ledger.budget is None else self.plan.steps
+            budget = self.group.first(lambda: self.gate.ledger.budget)  # rank 0 alone has one
+            block = _BLOCK if budget is None else self.plan.steps
             ahead = self.sigmas[self.step : self.step + block]
             same = next((i for i, s in enumerate(ahead) if s != sigma), len(ahead))
             self.gate.reserve(same, sigma)
