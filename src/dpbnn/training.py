@@ -368,7 +368,8 @@ class _Run(Run):
         by_unit: dict[str, Any] = {}
         if owners is not None:
             drawn, whose = owners.batch(batch)
-            most = owners.most_rows(self.plan.sampler.most(self.step))
+            public = self.plan.relation.public_size
+            most = owners.most_rows(self.plan.sampler.most(self.step), public)
             by_unit = {"units": whose, "most_rows": most}
         with self._drawing():
             state = self.process.draw(self.state)

@@ -72,7 +72,7 @@ class Units:
                 f"the plan is for n={n} {unit}s and the data has {count} of them; with units, n "
                 f"counts {unit}s: plan with n={count}"
             )
-        order = numbers.argsort(stable=True)
+        order = (2 * numbers + missing).argsort(stable=True)  # nobody's take no one's place
         sizes = torch.bincount(numbers, minlength=count)
         starts = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         kept = ~missing if zero else None
@@ -130,10 +130,18 @@ class Units:
         total = np.add.reduceat(values, starts[:-1] - starts[0], axis=0)
         return total / np.diff(starts)[:, None]
 
-    def most_rows(self, units: int) -> int:
-        """Return a public number of records that so many units do not exceed."""
+    def most_rows(self, units: int, public_size: bool = True) -> int | None:
+        """Return a public number of records that so many units do not exceed, if there is one.
+
+        Args:
+            units: of a batch.
+            public_size: whether the number of all records is public.
+        """
+        own = None if self.most is None else units * self.most
+        if not public_size:
+            return own
         total = len(self.order)
-        return total if self.most is None else min(total, units * self.most)
+        return total if own is None else min(total, own)
 
 
 def numbered(labels: Any) -> tuple[Tensor, Tensor]:

@@ -272,10 +272,12 @@ class Gate:
     ) -> Precision:
         """Return the precision of the next release; raises where there is none to be had."""
         rows = contributions.batch_size if self.sampler is None else self.sampler.most(self.step)
+        if units is not None and most is not None:
+            rows = most
         if not self.ledger.relation.public_size:
             rows = UNKNOWN if self.sampler is None else max(UNKNOWN, 2 * rows)
-        if units is not None:
-            rows = max(UNKNOWN, rows) if most is None else most
+        elif units is not None and most is None:
+            rows = max(UNKNOWN, rows)
         return precision_of(
             contributions, sigma, self.clips, self.clip, rows,
             public_size=self.ledger.relation.public_size, by_unit=units is not None,
@@ -297,6 +299,8 @@ class Gate:
             raise ValueError("contributions: over several processes, give them as `Shares`")
         if not isinstance(contributions, Replayed):
             return self._clipped_sum(contributions, keep, norms, units)
+        if units is not None:
+            raise ValueError("units: are for contributions that are not replayed")
         if self._watchers or not self.ledger.relation.public_size:
             raise ValueError("replayed contributions: have no norms to watch, and a public size")
         key = (self._precision, *self.clips.items())
