@@ -1484,6 +1484,11 @@ def a_unit_forgets_what_its_positions_lost(patch: Patch) -> None:
     patch.setattr(joined, "bound", lambda slack: 0.0)
 
 
+def units_may_be_called_records(patch: Patch) -> None:
+    for module in (training, sampling):
+        patch.setattr(module, "checked_unit", lambda name: name)
+
+
 def the_statement_forgets_the_unit(patch: Patch) -> None:
     patch.setattr(Sampler, "parameters", ())
 

@@ -94,7 +94,8 @@ class Run(ABC):
 
         Of several ranks the first one has them, and tells the others what they need.
         """
-        given = {"resume": self.resume, "checkpoint_every": self.every, "out": self.out is None}
+        given = {"resume": self.resume, "checkpoint_every": self.every, "out": self.out is None,
+                 "debug_seed": self.debug_seed, "beside_paid": self.beside_paid}  # fmt: skip
         self.group.check_same({name: str(value) for name, value in given.items()})
         self.folder = None if self.out is None or self.group.rank else RunFolder(self.out)
         if self.out is None and self.resume:

@@ -12,6 +12,7 @@ from twins import fails_on, twins_of
 
 import dpbnn
 from dpbnn.contributions import DenseContributions, attach
+from dpbnn.estimators.persons import unit_name
 from dpbnn.privacy.contracts import Replayed
 from dpbnn.privacy.events import UnsupportedEvent
 from dpbnn.privacy.gate import Gate
@@ -323,6 +324,20 @@ def test_item_57_what_the_sum_over_positions_lost_is_in_the_norm_of_a_person():
     c = attach(model, lambda outputs, y: (outputs * y).sum(1))(torch.zeros(40, 3, 1), factors)
     groups = Groups.of_rows(torch.zeros(40, dtype=torch.int64))
     assert unit_norms(c, groups, ["bias.bias"]) >= 40
+
+
+@fails_on(57, broken.units_may_be_called_records)
+def test_item_57_persons_are_not_called_records():
+    """One record of a person can move its clipped sum by two clips, not by one."""
+    for name in ("record", "Record"):
+        try:
+            statement = fitted(unit=name).privacy
+        except ValueError as error:
+            assert "unit='record'" in str(error)
+        else:
+            raise AssertionError(statement.unit)
+    assert unit_name("record_id") == "person"
+    assert unit_name("patient_id") == "patient"
 
 
 # What `fit` is given
