@@ -984,6 +984,10 @@ def masks_move_the_later_draws(patch: Patch) -> None:
     patch.setattr(training._Run, "_drawing", lambda self: contextlib.nullcontext())
 
 
+def draws_of_records_follow_from_the_seed(patch: Patch) -> None:
+    patch.setattr(training._Run, "_seed", lambda self, public: public)
+
+
 def batches_are_drawn_over_n(patch: Patch) -> None:
     def batches(original, self, *args, records=None, **options):
         for batch in original(self, *args, **options):

@@ -330,12 +330,8 @@ def test_item_57_what_the_sum_over_positions_lost_is_in_the_norm_of_a_person():
 def test_item_57_persons_are_not_called_records():
     """One record of a person can move its clipped sum by two clips, not by one."""
     for name in ("record", "Record"):
-        try:
-            statement = fitted(unit=name).privacy
-        except ValueError as error:
-            assert "unit='record'" in str(error)
-        else:
-            raise AssertionError(statement.unit)
+        with pytest.raises(ValueError, match="unit='record'"):
+            fitted(unit=name)
     assert unit_name("record_id") == "person"
     assert unit_name("patient_id") == "patient"
 
