@@ -370,6 +370,13 @@ def test_the_same_person_with_spaces_around_is_the_same_person():
     assert len(Units.of(labels, N)) == N
 
 
+@fails_on(57, broken.numbers_and_texts_are_other_persons)
+def test_item_57_a_number_and_its_text_are_the_same_person():
+    """A reader of tables can leave both in one column; a person would count as two."""
+    labels = [12, "12", 12.0, np.int64(12), " 12 ", 1.5, "1.5", "a", math.inf]
+    assert len(Units.of(labels, None)) == 4
+
+
 def test_a_public_number_of_records_bounds_those_that_count():
     with pytest.raises(ValueError, match="a person may have max_records=5"):
         fitted(max_records=5)
