@@ -38,7 +38,14 @@ from dpbnn import (
 )
 from dpbnn.calibration import release
 from dpbnn.captured import CapturedStep
-from dpbnn.contributions import Contributions, DenseContributions, outer, recorded, sites
+from dpbnn.contributions import (
+    Contributions,
+    DenseContributions,
+    joined,
+    outer,
+    recorded,
+    sites,
+)
 from dpbnn.contributions.attach import Attached
 from dpbnn.contributions.dense import ChunkedContributions
 from dpbnn.contributions.outer import Outer
@@ -977,6 +984,10 @@ def masks_move_the_later_draws(patch: Patch) -> None:
     patch.setattr(training._Run, "_drawing", lambda self: contextlib.nullcontext())
 
 
+def draws_of_records_follow_from_the_seed(patch: Patch) -> None:
+    patch.setattr(training._Run, "_seed", lambda self, public: public)
+
+
 def batches_are_drawn_over_n(patch: Patch) -> None:
     def batches(original, self, *args, records=None, **options):
         for batch in original(self, *args, **options):
@@ -1461,6 +1472,34 @@ def records_are_drawn_and_not_persons(patch: Patch) -> None:
         return records[::2], whose[::2]
 
     around(patch, units.Units, "batch", batch)
+
+
+def the_true_number_of_records_bounds_the_sum(patch: Patch) -> None:
+    def precision(self, contributions, sigma, units=None, most=None):
+        return gate.precision_of(
+            contributions, sigma, self.clips, self.clip, most, public_size=False, by_unit=True
+        )
+
+    patch.setattr(units.Units, "most_rows", lambda self, units, public_size: len(self.order))
+    patch.setattr(Gate, "_precision_of", precision)
+
+
+def a_unit_forgets_what_its_positions_lost(patch: Patch) -> None:
+    patch.setattr(joined, "bound", lambda slack: 0.0)
+
+
+def numbers_and_texts_are_other_persons(patch: Patch) -> None:
+    def numbered(labels):
+        known = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+        found = torch.tensor([known[label] for label in labels])
+        return found, torch.zeros(len(found), dtype=torch.bool)
+
+    patch.setattr(units, "numbered", numbered)
+
+
+def units_may_be_called_records(patch: Patch) -> None:
+    for module in (training, sampling):
+        patch.setattr(module, "checked_unit", lambda name: name)
 
 
 def the_statement_forgets_the_unit(patch: Patch) -> None:

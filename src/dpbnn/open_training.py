@@ -33,7 +33,8 @@ class OpenRun(Run):
     def train(self, progress: bool) -> None:
         """Run the remaining steps; an interrupt leaves a checkpoint to resume from."""
         with self.steps(progress) as done:
-            for batch in self.rows.ahead(self.batches()):
+            seed = torch.default_generator.initial_seed()
+            for batch in self.rows.ahead(self.batches(), seed):
                 self.reserve()
                 self.gate(DenseContributions(torch.zeros(len(batch), 1)), records=batch)
                 torch.randint(2**62, ())  # as every step of a run draws a seed

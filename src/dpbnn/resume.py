@@ -94,7 +94,8 @@ class Run(ABC):
 
         Of several ranks the first one has them, and tells the others what they need.
         """
-        given = {"resume": self.resume, "checkpoint_every": self.every, "out": self.out is None}
+        given = {"resume": self.resume, "checkpoint_every": self.every, "out": self.out is None,
+                 "debug_seed": self.debug_seed, "beside_paid": self.beside_paid}  # fmt: skip
         self.group.check_same({name: str(value) for name, value in given.items()})
         self.folder = None if self.out is None or self.group.rank else RunFolder(self.out)
         if self.out is None and self.resume:
@@ -322,7 +323,8 @@ class Run(ABC):
         sigma = self.sigmas[self.step]
         if not self.gate.reserved:
             # Under a budget all at once: runs that share it must not use it up between them.
-            block = _BLOCK if self.gate.ledger.budget is None else self.plan.steps
+            budget = self.group.first(lambda: self.gate.ledger.budget)  # rank 0 alone has one
+            block = _BLOCK if budget is None else self.plan.steps
             ahead = self.sigmas[self.step : self.step + block]
             same = next((i for i, s in enumerate(ahead) if s != sigma), len(ahead))
             self.gate.reserve(same, sigma)

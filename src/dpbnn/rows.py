@@ -92,7 +92,7 @@ class Rows:
         keep = None if self.kept is None else self.kept[at]
         return _each(self.x, lambda part: part[at]), self.y[at], keep
 
-    def ahead(self, batches: Iterator[Tensor]) -> Iterator[Tensor]:
+    def ahead(self, batches: Iterator[Tensor], seed: int) -> Iterator[Tensor]:
         """Yield batches, some of which may be read before they are taken."""
         return batches
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 import sys
 import warnings
@@ -99,7 +100,8 @@ def fit(
             on disk.
         resume: go on from the checkpoint in `out`, with the ledger that holds its releases.
         checkpoint_every: steps between checkpoints; about 20 in a run by default.
-        seed: of initialisation, dropout and weight draws; noise and sampling have none.
+        seed: of initialisation, dropout and weight draws; noise and sampling have none. Under
+            add/remove what a step draws is secret too, and follows from no seed.
         device: "cpu" or "cuda"; the model's by default.
         microbatch_size: most examples recorded at once.
         on_bad_rows: "error" refuses rows that are not finite, whose label is none of the classes,
@@ -297,7 +299,9 @@ class _Run(Run):
         size = sum(p.numel() for p in self.process.model.parameters())
         small = threads_for(self.plan.batch_size, size, arguments(self.rows.none()[0])[0].shape[1:])
         one = self._shared if self.group.shards > 1 else self._one
-        batches = self.rows.ahead(self.batches())
+        batches = self.rows.ahead(
+            self.batches(), self._seed(torch.default_generator.initial_seed())
+        )
         self.captured = self._captured()
         if self.captured is not None:
             batches = self.captured.ahead(batches)
@@ -368,7 +372,8 @@ class _Run(Run):
         by_unit: dict[str, Any] = {}
         if owners is not None:
             drawn, whose = owners.batch(batch)
-            most = owners.most_rows(self.plan.sampler.most(self.step))
+            public = self.plan.relation.public_size
+            most = owners.most_rows(self.plan.sampler.most(self.step), public)
             by_unit = {"units": whose, "most_rows": most}
         with self._drawing():
             state = self.process.draw(self.state)
@@ -388,7 +393,7 @@ class _Run(Run):
 
         Every shard draws from a seed of its own, so that it does not matter who computes it.
         """
-        sigma, seed = self.reserve(), int(torch.randint(2**62, ()))
+        sigma, seed = self.reserve(), self._seed(int(torch.randint(2**62, ())))
         with _random_state(seed):
             state = self.process.draw(self.state)
 
@@ -415,4 +420,17 @@ class _Run(Run):
         How many numbers a network draws can depend on the batch; what is drawn later, and the
         state of the generators in a checkpoint, must not.
         """
-        return _random_state(int(torch.randint(2**62, ())))
+        return _random_state(self._seed(int(torch.randint(2**62, ()))))
+
+    def _seed(self, public: int) -> int:
+        """Return a seed for what records draw, such as masks: a secret one under add/remove.
+
+        There a record less moves others to other places of a batch, and to the draws of these. Who
+        knew the draws would see all of that, and not one record.
+        """
+        if self.plan.relation.public_size or self.gate.audited():
+            return public
+        drawn = hashlib.blake2b(
+            public.to_bytes(8, "big"), key=self.keys.sampling, digest_size=8, person=b"dpbnn draws"
+        )
+        return int.from_bytes(drawn.digest(), "big") >> 2

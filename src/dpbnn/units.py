@@ -6,6 +6,7 @@ Labels are private, like the records. They are compared with each other and kept
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -59,21 +60,21 @@ class Units:
                 contribute nothing; otherwise they are refused.
         """
         check_on_bad_rows(on_bad_rows)
-        numbers, missing = numbered(labels)
+        whose, missing = numbered(labels)
         show, zero = on_bad_rows == "show", on_bad_rows == "zero"
         if not zero:
             refuse_rows(
                 missing, f"they do not say which {unit} they are of", show=show, what="records",
                 counted=n is not None,
             )  # fmt: skip
-        count = int(numbers.max()) + 1 if len(numbers) else 0
+        count = int(whose.max()) + 1 if len(whose) else 0
         if n is not None and count != n:
             raise ValueError(
                 f"the plan is for n={n} {unit}s and the data has {count} of them; with units, n "
                 f"counts {unit}s: plan with n={count}"
             )
-        order = numbers.argsort(stable=True)
-        sizes = torch.bincount(numbers, minlength=count)
+        order = (2 * whose + missing).argsort(stable=True)  # nobody's take no one's place
+        sizes = torch.bincount(whose, minlength=count)
         starts = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         kept = ~missing if zero else None
         if most is not None:
@@ -130,10 +131,18 @@ class Units:
         total = np.add.reduceat(values, starts[:-1] - starts[0], axis=0)
         return total / np.diff(starts)[:, None]
 
-    def most_rows(self, units: int) -> int:
-        """Return a public number of records that so many units do not exceed."""
+    def most_rows(self, units: int, public_size: bool = True) -> int | None:
+        """Return a public number of records that so many units do not exceed, if there is one.
+
+        Args:
+            units: of a batch.
+            public_size: whether the number of all records is public.
+        """
+        own = None if self.most is None else units * self.most
+        if not public_size:
+            return own
         total = len(self.order)
-        return total if self.most is None else min(total, units * self.most)
+        return total if own is None else min(total, own)
 
 
 def numbered(labels: Any) -> tuple[Tensor, Tensor]:
@@ -146,18 +155,20 @@ def numbered(labels: Any) -> tuple[Tensor, Tensor]:
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise ValueError("units: give one label for each record, such as a column of patient ids")
     known: dict[Any, int] = {}
-    numbers, missing = [], []
+    found, missing = [], []
     for label in values:
         if isinstance(label, str):
             label = label.strip()
             none = not label
-        elif isinstance(label, int | float):
+        elif isinstance(label, numbers.Real):
             none = label != label
+            # Some readers of tables leave 12 and "12" in one column.
+            label = str(int(label)) if label % 1 == 0 else str(label)
         else:
             none = label is None or _not_a_label(label)
         missing.append(none)
-        numbers.append(0 if none else known.setdefault(label, len(known)))
-    return torch.tensor(numbers, dtype=torch.int64), torch.tensor(missing, dtype=torch.bool)
+        found.append(0 if none else known.setdefault(label, len(known)))
+    return torch.tensor(found, dtype=torch.int64), torch.tensor(missing, dtype=torch.bool)
 
 
 def _not_a_label(label: Any) -> bool:

@@ -11,9 +11,12 @@ from torch import nn
 from twins import fails_on, twins_of
 
 import dpbnn
-from dpbnn.contributions import DenseContributions
+from dpbnn.contributions import DenseContributions, attach
+from dpbnn.estimators.persons import unit_name
+from dpbnn.privacy.contracts import Replayed
 from dpbnn.privacy.events import UnsupportedEvent
 from dpbnn.privacy.gate import Gate
+from dpbnn.privacy.units import Groups, unit_norms
 from dpbnn.units import Units
 
 FEATURES, CLASSES = 4, 3
@@ -245,6 +248,94 @@ def test_add_remove_takes_any_number_of_persons_and_replace_one_is_refused():
         fitted(plan=planned(relation="replace-one", sampling="full-batch", batch_size=None))
 
 
+@fails_on(57, broken.the_true_number_of_records_bounds_the_sum, most=None)
+@pytest.mark.parametrize("most", [None, 9])
+def test_item_57_under_add_remove_a_person_more_or_less_leaves_the_clip_as_it_is(most):
+    """Rounding takes its share off the clip: by numbers that are public, not by that of records."""
+
+    def shares(left_out):
+        found, original = set(), Gate._precision_of
+        x, y = dataset()
+        stay = [i for i, label in enumerate(IDS) if label != left_out]
+        with pytest.MonkeyPatch.context() as patch:
+
+            def noticed(self, *given):
+                precision = original(self, *given)
+                found.add(precision)
+                return precision
+
+            patch.setattr(Gate, "_precision_of", noticed)
+            fitted(
+                (x[stay], y[stay]), units=[IDS[i] for i in stay], max_records=most,
+                plan=planned(n=10, relation="add/remove"),
+            )  # fmt: skip
+        return found
+
+    assert shares("nobody") == shares("patient 4")
+
+
+def test_under_add_remove_there_may_be_more_persons_than_expected():
+    """A bound on the sum's rounding is for more rows than n persons have."""
+    gate = Gate(1.0, 1.0, dpbnn.Poisson(10, 5, unit="person"), dpbnn.Ledger(relation="add/remove"))
+    values = DenseContributions(torch.ones(4, 2))
+    gate(values, units=torch.arange(4), most_rows=20)
+    few = gate._precision.share
+    gate(values, units=torch.arange(4))
+    assert gate._precision.share == few
+
+
+def test_replayed_contributions_are_no_persons():
+    class Graph(Replayed):
+        def __init__(self):
+            self.batch_size, self.shapes = 4, {"value": torch.Size([2])}
+            self.device, self.dtype = torch.device("cpu"), torch.float32
+            self.summed_in = torch.float32
+
+        def sum_error(self, rows):
+            return 0.0
+
+        def summed(self, key, keep, sum_of):
+            raise AssertionError("summed")
+
+        def released(self, release):
+            raise AssertionError("released")
+
+    gate = Gate(1.0, 1.0, dpbnn.FullBatch(2, unit="person"))
+    with pytest.raises(ValueError, match="units: are for contributions that are not replayed"):
+        gate(Graph(), units=torch.tensor([0, 0, 1, 1]))
+
+
+class Sequence(nn.Module):
+    """Adds a bias at every position."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Linear(1, 1)
+
+    def forward(self, x):
+        return self.bias(x).flatten(1)
+
+
+@fails_on(57, broken.a_unit_forgets_what_its_positions_lost)
+def test_item_57_what_the_sum_over_positions_lost_is_in_the_norm_of_a_person():
+    """2^25 + 1 - 2^25 is 0 in float32: a person with 40 such records has 40, not 0."""
+    factors = torch.tensor([2.0**25, 1.0, -(2.0**25)]).repeat(40, 1)
+    model = Sequence()
+    c = attach(model, lambda outputs, y: (outputs * y).sum(1))(torch.zeros(40, 3, 1), factors)
+    groups = Groups.of_rows(torch.zeros(40, dtype=torch.int64))
+    assert unit_norms(c, groups, ["bias.bias"]) >= 40
+
+
+@fails_on(57, broken.units_may_be_called_records)
+def test_item_57_persons_are_not_called_records():
+    """One record of a person can move its clipped sum by two clips, not by one."""
+    for name in ("record", "Record"):
+        with pytest.raises(ValueError, match="unit='record'"):
+            fitted(unit=name)
+    assert unit_name("record_id") == "person"
+    assert unit_name("patient_id") == "patient"
+
+
 # What `fit` is given
 
 
@@ -279,6 +370,13 @@ def test_the_same_person_with_spaces_around_is_the_same_person():
     assert len(Units.of(labels, N)) == N
 
 
+@fails_on(57, broken.numbers_and_texts_are_other_persons)
+def test_item_57_a_number_and_its_text_are_the_same_person():
+    """A reader of tables can leave both in one column; a person would count as two."""
+    labels = [12, "12", 12.0, np.int64(12), " 12 ", 1.5, "1.5", "a", math.inf]
+    assert len(Units.of(labels, None)) == 4
+
+
 def test_a_public_number_of_records_bounds_those_that_count():
     with pytest.raises(ValueError, match="a person may have max_records=5"):
         fitted(max_records=5)
@@ -288,6 +386,12 @@ def test_a_public_number_of_records_bounds_those_that_count():
     assert units.most_rows(3) == 15
     assert units.most_rows(100) == RECORDS
     assert fitted(max_records=5, on_bad_rows="zero").privacy.private
+
+
+def test_records_that_are_nobodys_take_no_place_of_a_persons():
+    labels = [None, None, "a", "b", "a", "a"]
+    units = Units.of(labels, 2, most=2, on_bad_rows="zero")
+    assert units.kept.tolist() == [False, False, True, True, True, False]
 
 
 def test_messages_name_no_label():

@@ -68,6 +68,21 @@ def test_item_59_fixed_records_go_on_with_the_same_noise(kind, tmp_path):
     assert ledger_of(out).releases == STEPS
 
 
+def test_a_run_on_several_inputs_goes_on_with_the_same_noise(tmp_path):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x, z):
+            return self.one(x) + self.two(z)
+
+    x, y = dataset()
+    interrupted(6, data=((x, x), y), model=Both, out=tmp_path)
+    fit(((x, x), y), model=Both, out=tmp_path, resume=True)
+    assert ledger_of(tmp_path).releases == STEPS
+
+
 @fails_on(59, broken.streamed_records_have_no_digest)
 def test_item_59_noise_serves_the_records_that_it_was_drawn_for_and_no_others(tmp_path):
     small = plan(batch_size=4, sampling="partition")

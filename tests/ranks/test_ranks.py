@@ -14,6 +14,7 @@ from together import together
 from twins import fails_on, twins_of
 
 import dpbnn
+from dpbnn import resume
 from dpbnn.contributions import DenseContributions
 from dpbnn.privacy import group
 from dpbnn.privacy.gate import Gate
@@ -139,6 +140,19 @@ def test_no_rank_sums_before_rank_0_has_charged(tmp_path):
 
     assert together(2, work) == [[], []]
     assert Ledger(tmp_path / "l.jsonl").releases == 0
+
+
+def test_under_a_budget_all_ranks_reserve_the_same_steps(tmp_path, monkeypatch):
+    """Rank 0 alone knows the budget, under which all steps are charged at once."""
+    monkeypatch.setattr(resume, "_BLOCK", 2)
+
+    def work(rank):
+        ledger = Ledger(tmp_path / "l.jsonl", epsilon=100.0, delta=1e-5)
+        return numbers(fit(ledger=ledger))
+
+    one, two = together(2, work)
+    assert torch.equal(one, two)
+    assert Ledger(tmp_path / "l.jsonl").releases == STEPS
 
 
 @fails_on(58, broken.shares_overlap)

@@ -22,7 +22,7 @@ from torch import Tensor
 from dpbnn.contributions.dense import UnsupportedModel
 from dpbnn.contributions.outer import ConvFactors, LinearFactors, Outer
 from dpbnn.contributions.rounding import squares, sum_error
-from dpbnn.contributions.sites import Direct, Rows, Site, with_slack
+from dpbnn.contributions.sites import Direct, Rows, Site, bound, with_slack
 from dpbnn.privacy.units import BLOCK, Groups, Packed, Padded
 
 __all__ = ["unit_squares"]
@@ -77,7 +77,7 @@ def _of_one_row(site: Site, large: bool) -> tuple[Tensor, ...]:
             return term.g, term.a
     if isinstance(site, Direct) and not large and len(site.terms) == 1 and not any(site.names[1:]):
         g, _, slack = site.terms[0]
-        if g.dim() == 2 and not isinstance(slack, Tensor):
+        if g.dim() == 2 and isinstance(slack, float):
             return (g,)
     return ()
 
@@ -203,7 +203,7 @@ def _added_up(site: Site, groups: Groups, squared: Mapping[str, Tensor]) -> dict
             if stop < starts[high + 1]:
                 begun[name], total = total[-1], total[:-1]
             parts[name].append(squares(total))
-    slack = site.slack()
+    slack = bound(site.slack())
     own = groups.sums(slack) if isinstance(slack, Tensor) else 0.0
     result: dict[str, Tensor] = {}
     for name, found in parts.items():

@@ -125,4 +125,5 @@ def unit_name(column: str) -> str:
         return UNIT
     for ending in (" id", " ID", " Id", "Id", "ID"):
         name = name.removesuffix(ending)
-    return name[:40].strip()
+    name = name[:40].strip()
+    return UNIT if name.casefold() == "record" else name

@@ -92,6 +92,11 @@ def checked_unit(name: str) -> str:
         raise ValueError(
             f"unit: must be a public name of at most {_LONGEST} letters, such as 'person'"
         )
+    if name.casefold() == "record":
+        raise ValueError(
+            "unit='record': a statement would say that single records are protected; call the "
+            "units something else, such as 'person'"
+        )
     return name
 
 

@@ -272,10 +272,12 @@ class Gate:
     ) -> Precision:
         """Return the precision of the next release; raises where there is none to be had."""
         rows = contributions.batch_size if self.sampler is None else self.sampler.most(self.step)
+        if units is not None and most is not None:
+            rows = most
         if not self.ledger.relation.public_size:
             rows = UNKNOWN if self.sampler is None else max(UNKNOWN, 2 * rows)
-        if units is not None:
-            rows = max(UNKNOWN, rows) if most is None else most
+        elif units is not None and most is None:
+            rows = max(UNKNOWN, rows)
         return precision_of(
             contributions, sigma, self.clips, self.clip, rows,
             public_size=self.ledger.relation.public_size, by_unit=units is not None,

@@ -98,10 +98,14 @@ class StreamedRows:
             keep.to(self.device, non_blocking=True),
         )
 
-    def ahead(self, batches: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Yield batches, the next of which are read in the meantime."""
-        base = torch.default_generator.initial_seed()  # that of the run, which is not moved
-        for ready in ahead(self.source, batches, base, self._made):
+    def ahead(self, batches: Iterator[Tensor], seed: int) -> Iterator[Tensor]:
+        """Yield batches, the next of which are read in the meantime.
+
+        Args:
+            batches: numbers of records.
+            seed: of what records draw.
+        """
+        for ready in ahead(self.source, batches, seed, self._made):
             self._ready = ready
             yield ready[0]
         self._ready = None
