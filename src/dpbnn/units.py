@@ -5,7 +5,9 @@ Labels are private, like the records. They are compared with each other and kept
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -51,7 +53,7 @@ class Units:
 
         Args:
             labels: one for each record; equal ones are of one unit. Spaces around texts are
-                ignored.
+                ignored, and a text that reads as a number is that number.
             n: number of units of the plan; None where that is not public.
             unit: what a unit is called.
             most: public number of records of a unit that count.
@@ -139,7 +141,9 @@ class Units:
 def numbered(labels: Any) -> tuple[Tensor, Tensor]:
     """Return a number for every label, the same for equal ones, and which labels are missing.
 
-    Numbers rise in the order in which labels first occur; those of missing ones mean nothing.
+    Numbers rise in the order in which labels first occur; those of missing ones mean nothing. 7,
+    "7", 7.0 and "007" are equal: pandas reads a column in parts, whose types may differ, and the
+    records of one person must not become two units.
     """
     given = getattr(labels, "to_pylist", getattr(labels, "tolist", None))
     values = labels if given is None else given()
@@ -148,6 +152,8 @@ def numbered(labels: Any) -> tuple[Tensor, Tensor]:
     known: dict[Any, int] = {}
     numbers, missing = [], []
     for label in values:
+        if isinstance(label, bytes):
+            label = label.decode("utf-8", "replace")
         if isinstance(label, str):
             label = label.strip()
             none = not label
@@ -157,7 +163,22 @@ def numbered(labels: Any) -> tuple[Tensor, Tensor]:
             none = label is None or _not_a_label(label)
         missing.append(none)
         numbers.append(0 if none else known.setdefault(label, len(known)))
-    return torch.tensor(numbers, dtype=torch.int64), torch.tensor(missing, dtype=torch.bool)
+    of = torch.tensor(_read(known) or [0], dtype=torch.int64)
+    return of[torch.tensor(numbers, dtype=torch.int64)], torch.tensor(missing, dtype=torch.bool)
+
+
+def _read(labels: Iterable[Any]) -> list[int]:
+    """Return the number of each label, where texts that read as finite numbers are numbers."""
+    known: dict[Any, int] = {}
+    found = []
+    for label in labels:
+        read = label
+        if isinstance(label, str) and "_" not in label:
+            with contextlib.suppress(ValueError, OverflowError):
+                number = int(label) if label.isdecimal() else float(label)
+                read = number if math.isfinite(number) else label
+        found.append(known.setdefault(read, len(known)))
+    return found
 
 
 def _not_a_label(label: Any) -> bool:
