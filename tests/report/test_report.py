@@ -247,7 +247,7 @@ class TestPrivacy:
     def test_relation_and_unit_are_in_the_words(self):
         reading = read(statement(relation=dpbnn.Relation.REPLACE_ONE, unit="one patient"))
         assert "one patient" in reading.protects
-        assert "which of two records" in reading.meaning
+        assert "which of two patients" in reading.meaning
         assert not any("several records" in line for line in reading.uncovered)
 
     def test_caveats_are_shown(self):
