@@ -157,6 +157,8 @@ def test_nothing_to_learn_and_too_few_rows_are_refused_before_spending():
     book = dpbnn.Ledger()
     with pytest.raises(TableError, match="nothing to learn"):
         learned(draft={"target": {"name": "y"}, "columns": {"a": {"bounds": [0, 1]}}}, ledger=book)
+    with pytest.raises(TableError, match="would protect one row only"):
+        learned(draft={**DRAFT, "unit": "patient_id"}, ledger=book)  # a fit would refuse them
     with pytest.raises(ValueError, match="too few records"):
         learn_bounds(DRAFT, table(100), plan=planned(n=100), ledger=book)
     with pytest.raises(TableError, match="columns, ledger and head"):
