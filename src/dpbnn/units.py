@@ -113,7 +113,7 @@ class Units:
         return self.order[self.starts[first] : self.starts[last]].numpy()
 
     def means(self, first: int, last: int, values: np.ndarray, keep: Tensor | None) -> np.ndarray:
-        """Return the mean of each unit's values; records that are bad or not kept count as zero.
+        """Return the mean of each unit's values; bad records count as zero, and others' not at all.
 
         Args:
             first: the first unit.
@@ -122,15 +122,18 @@ class Units:
             keep: false for records, of all, that count as zero.
         """
         records = self.records(first, last)
-        for kept in (keep, self.kept):
-            if kept is not None:
-                values = np.where(kept.numpy()[records, None], values, 0.0)
+        own = np.ones(len(records)) if self.kept is None else self.kept.numpy()[records]
+        values = np.where(own[:, None], values, 0.0)
+        if keep is not None:
+            values = np.where(keep.numpy()[records, None], values, 0.0)
         values = np.where(np.isfinite(values).all(1, keepdims=True), values, 0.0)
         starts = self.starts[first : last + 1].numpy()
         if first == last:
             return values
-        total = np.add.reduceat(values, starts[:-1] - starts[0], axis=0)
-        return total / np.diff(starts)[:, None]
+        total, count = (
+            np.add.reduceat(part, starts[:-1] - starts[0], axis=0) for part in (values, own * 1.0)
+        )
+        return total / np.maximum(count, 1.0)[:, None]
 
     def most_rows(self, units: int) -> int:
         """Return a public number of records that so many units do not exceed."""

@@ -119,10 +119,14 @@ class Persons:
 
 
 def unit_name(column: str) -> str:
-    """Return what the units of a column are called: "patient" for a column "patient_id"."""
+    """Return what the units of a column are called: "patient" for a column "patient_id".
+
+    A "record" is a single row everywhere else, so that a column "record_id" has "record group"s.
+    """
     name = " ".join(column.replace("_", " ").replace("-", " ").split())
     if name.lower() == "id":
         return UNIT
     for ending in (" id", " ID", " Id", "Id", "ID"):
         name = name.removesuffix(ending)
-    return name[:40].strip()
+    name = name[:40].strip()
+    return f"{name} group" if name.lower() in ("record", "row") else name

@@ -92,6 +92,10 @@ def checked_unit(name: str) -> str:
         raise ValueError(
             f"unit: must be a public name of at most {_LONGEST} letters, such as 'person'"
         )
+    if name.lower() in ("record", "row"):  # a statement for one of them means a single row
+        raise ValueError(
+            f"unit: {name!r} is what a single row is called; give another name, such as 'person'"
+        )
     return name
 
 
