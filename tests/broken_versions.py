@@ -833,9 +833,9 @@ def resumed_fits_take_any_ledger(patch: Patch) -> None:
 
 
 def resumed_fits_take_any_table(patch: Patch) -> None:
-    def bind(original, self, estimator, table):
+    def bind(original, self, estimator, table, units=None):
         if not self.resumed:
-            original(self, estimator, table)
+            original(self, estimator, table, units)
 
     around(patch, workspace.Workspace, "bind", bind)
 
