@@ -179,6 +179,56 @@ def test_the_schema_names_the_persons_column(place):
         dpbnn.data.Schema.from_toml(SCHEMA.replace('"patient_id"', '"a"'))
 
 
+FRAME = """
+unit = "patient"
+
+[target]
+name = "state"
+classes = ["well", "ill", "gone"]
+
+[columns.age]
+bounds = [0, 100]
+
+[columns.sex]
+categories = ["f", "m"]
+
+[columns.seen]
+bounds = [2000-01-01, 2020-12-31]
+missing = "indicator"
+"""
+
+
+@pytest.mark.filterwarnings("ignore:epsilon = ")
+@pytest.mark.parametrize(
+    "odd",
+    [{"sex": "x"}, {"state": "lost"}, {"age": "old"}, {"seen": "0001-01-01T00:00:00+23:00"}],
+    ids=str,
+)
+def test_a_persons_odd_values_in_a_frame_move_only_its_own_contribution(odd):
+    """With dates, classes out of order, weights, and a standardisation."""
+    chance, n = np.random.default_rng(0), 120
+    frame = {
+        "patient": [f"{i // 3:03d}" for i in range(n)],
+        "age": chance.uniform(0, 100, n).astype(object),
+        "sex": chance.choice(["f", "m"], n).astype(object),
+        "seen": np.full(n, "2003-04-05", dtype=object),
+        "state": chance.choice(["well", "ill", "gone"], n).astype(object),
+    }
+    other = {**frame}
+    for name, value in odd.items():
+        other[name] = np.array([*frame[name][:15], *[value] * 3, *frame[name][18:]], dtype=object)
+
+    def fit(table):
+        model = dpbnn.PrivateBayesClassifier(
+            schema=dpbnn.data.Schema.from_toml(FRAME), epsilon=20.0, delta=1e-3, epochs=3,
+            on_bad_rows="zero", class_weight={"gone": 7.0}, random_state=0,
+        )  # fmt: skip
+        return model.fit(table).standardisation_
+
+    result = dpbnn.replay(fit, frame, other, trace=False).check()
+    assert 0 < result.worst <= 1
+
+
 def test_the_command_line_protects_patients_by_the_schema(place, capsys):
     schema = str(place / "schema.toml")
     code, text, error = run(
