@@ -844,6 +844,10 @@ def resumed_fits_take_any_table(patch: Patch) -> None:
         if not self.resumed:
             original(self, *table)
 
+    def bind(original, self, estimator, table, units=None):
+        if not self.resumed:
+            original(self, estimator, table, units)
+
     around(patch, workspace.Workspace, "bind", bind)
 
 
@@ -1488,18 +1492,13 @@ def a_unit_forgets_what_its_positions_lost(patch: Patch) -> None:
     patch.setattr(joined, "bound", lambda slack: 0.0)
 
 
-def numbers_and_texts_are_other_persons(patch: Patch) -> None:
-    def numbered(labels):
-        known = {label: number for number, label in enumerate(dict.fromkeys(labels))}
-        found = torch.tensor([known[label] for label in labels])
-        return found, torch.zeros(len(found), dtype=torch.bool)
-
-    patch.setattr(units, "numbered", numbered)
-
-
 def units_may_be_called_records(patch: Patch) -> None:
     for module in (training, sampling):
         patch.setattr(module, "checked_unit", lambda name: name)
+
+
+def labels_go_by_their_type(patch: Patch) -> None:
+    patch.setattr(units, "_read", lambda labels: [*range(len(labels))])
 
 
 def the_statement_forgets_the_unit(patch: Patch) -> None:

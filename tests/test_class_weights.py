@@ -63,6 +63,17 @@ def test_weights_are_saved_and_cloned(tmp_path):
     assert clone(fitted).class_weight == RARE
 
 
+def test_weights_by_labels_of_numpy_are_saved_too(tmp_path):
+    x, y = rare(200)
+    labels = (y == y[0]).astype(int)
+    weights = dict.fromkeys(np.unique(labels), 2.0)
+    public = {**PUBLIC, "classes": [0, 1]}
+    fitted = dpbnn.PrivateBayesClassifier(**public, class_weight=weights, epochs=3)
+    fitted.fit(x, labels).save(tmp_path / "saved")
+    loaded = dpbnn.PrivateBayesClassifier.load(tmp_path / "saved")
+    assert loaded.class_weight == {0: 2.0, 1: 2.0}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -109,9 +120,9 @@ def test_the_command_takes_weights_by_label(tmp_path, monkeypatch, capsys):
     code, _, err = run(capsys, *common, "--out", "run", "--class-weight", "ill=12")
     assert code == 0, err
     settings = json.loads((tmp_path / "run" / "manifest.json").read_text())["settings"]
-    assert settings["class_weight"] == ["ill=12"]
-    model = dpbnn.PrivateBayesClassifier.load(tmp_path / "run" / "model")
-    assert model.class_weight == {1: 12.0}
+    assert settings["class_weight"] == "{'ill': 12.0}"
+    model = dpbnn.PrivateBayesClassifier.load(tmp_path / "run")
+    assert model.class_weight == {"ill": 12.0}
     for wrong in ("sick=3", "ill", "ill=much", "12"):
         code, _, err = run(capsys, *common, "--out", "other", "--class-weight", wrong)
         assert code == 2

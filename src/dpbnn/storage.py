@@ -199,7 +199,8 @@ def plain(value: Any, *, as_text: bool = False) -> Any:
     if isinstance(value, (range, tuple, list)):
         return {"tuple": [plain(item, as_text=as_text) for item in value]}
     if isinstance(value, Mapping):
-        return {"dict": [[key, plain(item, as_text=as_text)] for key, item in value.items()]}
+        pairs = [[plain(part, as_text=as_text) for part in pair] for pair in value.items()]
+        return {"dict": pairs}
     if dataclasses.is_dataclass(value):
         fields = [field.name for field in dataclasses.fields(value)]
         arguments = {name: plain(getattr(value, name), as_text=as_text) for name in fields}
@@ -231,7 +232,7 @@ def restored(value: Any, classes: Mapping[str, Any]) -> Any:
     if "tuple" in value:
         return tuple(restored(item, classes) for item in value["tuple"])
     if "dict" in value:
-        return {key: restored(item, classes) for key, item in value["dict"]}
+        return {restored(key, classes): restored(item, classes) for key, item in value["dict"]}
     if "class" in value:
         arguments = value["arguments"].items()
         return classes[value["class"]](**{n: restored(item, classes) for n, item in arguments})

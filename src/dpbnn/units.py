@@ -5,8 +5,9 @@ Labels are private, like the records. They are compared with each other and kept
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import numbers
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -52,7 +53,7 @@ class Units:
 
         Args:
             labels: one for each record; equal ones are of one unit. Spaces around texts are
-                ignored.
+                ignored, and a text that reads as a number is that number.
             n: number of units of the plan; None where that is not public.
             unit: what a unit is called.
             most: public number of records of a unit that count.
@@ -112,7 +113,7 @@ class Units:
         return self.order[self.starts[first] : self.starts[last]].numpy()
 
     def means(self, first: int, last: int, values: np.ndarray, keep: Tensor | None) -> np.ndarray:
-        """Return the mean of each unit's values; records that are bad or not kept count as zero.
+        """Return the mean of each unit's values; bad records count as zero, and others' not at all.
 
         Args:
             first: the first unit.
@@ -121,15 +122,18 @@ class Units:
             keep: false for records, of all, that count as zero.
         """
         records = self.records(first, last)
-        for kept in (keep, self.kept):
-            if kept is not None:
-                values = np.where(kept.numpy()[records, None], values, 0.0)
+        own = np.ones(len(records)) if self.kept is None else self.kept.numpy()[records]
+        values = np.where(own[:, None], values, 0.0)
+        if keep is not None:
+            values = np.where(keep.numpy()[records, None], values, 0.0)
         values = np.where(np.isfinite(values).all(1, keepdims=True), values, 0.0)
         starts = self.starts[first : last + 1].numpy()
         if first == last:
             return values
-        total = np.add.reduceat(values, starts[:-1] - starts[0], axis=0)
-        return total / np.diff(starts)[:, None]
+        total, count = (
+            np.add.reduceat(part, starts[:-1] - starts[0], axis=0) for part in (values, own * 1.0)
+        )
+        return total / np.maximum(count, 1.0)[:, None]
 
     def most_rows(self, units: int, public_size: bool = True) -> int | None:
         """Return a public number of records that so many units do not exceed, if there is one.
@@ -148,7 +152,9 @@ class Units:
 def numbered(labels: Any) -> tuple[Tensor, Tensor]:
     """Return a number for every label, the same for equal ones, and which labels are missing.
 
-    Numbers rise in the order in which labels first occur; those of missing ones mean nothing.
+    Numbers rise in the order in which labels first occur; those of missing ones mean nothing. 7,
+    "7", 7.0 and "007" are equal: pandas reads a column in parts, whose types may differ, and the
+    records of one person must not become two units.
     """
     given = getattr(labels, "to_pylist", getattr(labels, "tolist", None))
     values = labels if given is None else given()
@@ -157,18 +163,33 @@ def numbered(labels: Any) -> tuple[Tensor, Tensor]:
     known: dict[Any, int] = {}
     found, missing = [], []
     for label in values:
+        if isinstance(label, bytes):
+            label = label.decode("utf-8", "replace")
         if isinstance(label, str):
             label = label.strip()
             none = not label
-        elif isinstance(label, numbers.Real):
+        elif isinstance(label, int | float):
             none = label != label
-            # Some readers of tables leave 12 and "12" in one column.
-            label = str(int(label)) if label % 1 == 0 else str(label)
         else:
             none = label is None or _not_a_label(label)
         missing.append(none)
         found.append(0 if none else known.setdefault(label, len(known)))
-    return torch.tensor(found, dtype=torch.int64), torch.tensor(missing, dtype=torch.bool)
+    of = torch.tensor(_read(known) or [0], dtype=torch.int64)
+    return of[torch.tensor(found, dtype=torch.int64)], torch.tensor(missing, dtype=torch.bool)
+
+
+def _read(labels: Iterable[Any]) -> list[int]:
+    """Return the number of each label, where texts that read as finite numbers are numbers."""
+    known: dict[Any, int] = {}
+    found = []
+    for label in labels:
+        read = label
+        if isinstance(label, str) and "_" not in label:
+            with contextlib.suppress(ValueError, OverflowError):
+                number = int(label) if label.isdecimal() else float(label)
+                read = number if math.isfinite(number) else label
+        found.append(known.setdefault(read, len(known)))
+    return found
 
 
 def _not_a_label(label: Any) -> bool:

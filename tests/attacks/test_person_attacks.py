@@ -17,7 +17,7 @@ from dpbnn.privacy.contracts import Replayed
 from dpbnn.privacy.events import UnsupportedEvent
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.units import Groups, unit_norms
-from dpbnn.units import Units
+from dpbnn.units import Units, numbered
 
 FEATURES, CLASSES = 4, 3
 SIZES = [1, 6, 2, 1, 9, 3, 2, 4]
@@ -40,6 +40,10 @@ def planned(n=N, batch_size=4, steps=4, **options):
     return dpbnn.plan(
         **{"noise_multiplier": 20.0, "delta": 1e-3, "n": n, "batch_size": batch_size,
            "steps": steps, **options})  # fmt: skip
+
+
+def units_of(labels):
+    return numbered(labels)[0].tolist()
 
 
 def network():
@@ -370,11 +374,26 @@ def test_the_same_person_with_spaces_around_is_the_same_person():
     assert len(Units.of(labels, N)) == N
 
 
-@fails_on(57, broken.numbers_and_texts_are_other_persons)
-def test_item_57_a_number_and_its_text_are_the_same_person():
-    """A reader of tables can leave both in one column; a person would count as two."""
-    labels = [12, "12", 12.0, np.int64(12), " 12 ", 1.5, "1.5", "a", math.inf]
-    assert len(Units.of(labels, None)) == 4
+@fails_on(57, broken.labels_go_by_their_type)
+def test_item_57_a_person_whose_label_is_a_text_here_and_a_number_there_is_one_person():
+    """As pandas gives a column of numbers with a few texts, which it reads in parts."""
+    labels = [7, "7", 7.0, " 007", "7.0", b"7", np.int64(7), "x7", 8, "8", 2**60, f"{2**60 + 1}"]
+    numbers = units_of(labels)
+    assert numbers == [0] * 7 + [1, 2, 2, 3, 4]
+    assert units_of(np.array(labels, dtype=object)) == numbers
+    assert units_of(["nan", "inf", "1_0", "10"]) == [0, 1, 2, 3]
+
+
+def test_a_label_in_a_table_does_not_depend_on_the_labels_of_others():
+    schema = dpbnn.data.Schema.from_dict(
+        {"target": {"name": "y", "bounds": [0, 1]}, "columns": {"x": {"bounds": [0, 1]}},
+         "unit": "who"})  # fmt: skip
+    numbers = np.zeros(4)
+    for last, other in (("9", 2), ("nobody", 2), ("NA", 0)):
+        labels = schema.units({"who": ["007", "7.0", "8", last], "x": numbers, "y": numbers})
+        assert units_of(labels) == [0, 0, 1, other]
+    large = schema.units({"who": 2**60 + np.arange(4), "x": numbers, "y": numbers})
+    assert units_of(large) == [0, 1, 2, 3]
 
 
 def test_a_public_number_of_records_bounds_those_that_count():

@@ -187,6 +187,18 @@ def test_a_table_that_cannot_be_trained_on(kind):
     refused(lambda: Schema.from_toml(SCHEMA).check(table), *parts)
 
 
+@pytest.mark.parametrize("bad", ["0001-01-01T00:00:00+23:00", "9999-12-31T23:00:00-10:00", "soon"])
+def test_a_date_that_cannot_be_used_is_a_bad_row(bad):
+    schema = Schema.from_dict(
+        {"target": {"name": "y", "bounds": [0, 1]},
+         "columns": {"when": {"bounds": ["2000-01-01", "2020-12-31"]}}})  # fmt: skip
+    rows = {"when": ["2001-01-01", bad, "2003-01-01T00:00:00+02:00"], "y": [0.0, 0.5, 1.0]}
+    x, _ = schema.encode(rows, on_bad_rows="zero")
+    assert np.isnan(x[:, 0]).tolist() == [False, True, False]
+    with pytest.raises(TableError, match="1 value cannot be used; one is not a date"):
+        schema.encode(rows)
+
+
 def test_dates_are_held_and_refused_as_numbers():
     dates = np.array(["2020-01-01", "NaT"], dtype="datetime64[D]")
     table = as_table({"age": dates, "sex": ["F", "M"], "y": ["no", "yes"]})

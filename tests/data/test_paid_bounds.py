@@ -11,6 +11,7 @@ from twins import fails_on, twins_of
 import dpbnn
 from dpbnn.data import Schema, TableError, as_table
 from dpbnn.data.paid import LABEL, PaidBounds, learn_bounds
+from dpbnn.estimators.pages import described
 
 DRAFT = {
     "target": {"name": "y", "classes": ["no", "yes"]},
@@ -157,11 +158,25 @@ def test_nothing_to_learn_and_too_few_rows_are_refused_before_spending():
     book = dpbnn.Ledger()
     with pytest.raises(TableError, match="nothing to learn"):
         learned(draft={"target": {"name": "y"}, "columns": {"a": {"bounds": [0, 1]}}}, ledger=book)
+    with pytest.raises(TableError, match="would protect one row only"):
+        learned(draft={**DRAFT, "unit": "patient_id"}, ledger=book)  # a fit would refuse them
     with pytest.raises(ValueError, match="too few records"):
         learn_bounds(DRAFT, table(100), plan=planned(n=100), ledger=book)
     with pytest.raises(TableError, match="columns, ledger and head"):
         PaidBounds.from_dict({"columns": []})
     assert book.untouched
+
+
+def test_a_page_says_which_bounds_were_paid_for():
+    paid = {"columns": ["age", "y"], "ledger": "1", "head": "2"}
+    schema = Schema.from_dict(
+        {"target": {"name": "y", "bounds": [0, 1]}, "private_bounds": paid,
+         "columns": {"age": {"bounds": [0, 9]}, "dose": {"bounds": [0, 9]}}})  # fmt: skip
+    assert described(schema) == {
+        "age": "number, 0 to 9, released privately",
+        "dose": "number, 0 to 9",
+        "y (target)": "number, 0 to 1, released privately",
+    }
 
 
 def test_the_bounds_of_a_regression_target_are_learned_too():

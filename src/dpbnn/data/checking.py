@@ -49,9 +49,10 @@ def problems(values: Mapping[str, Any], table: Table | None, show: bool = False)
     if table is None:
         return found
     goal = aim["name"] if named and isinstance(aim, Mapping) else None
-    absent = [name for name in (*columns, goal) if name is not None and name not in table]
+    unit = values.get("unit") or None
+    absent = [name for name in (*columns, goal, unit) if name is not None and name not in table]
     for name in absent:
-        what = "target" if name == goal else "column"
+        what = "target" if name == goal else "unit" if name == unit else "column"
         found.append(
             f"{table.source}: the {what} {name!r} of the schema is absent; the table has "
             f"{table.listed(show=show)}; correct the name in the schema"

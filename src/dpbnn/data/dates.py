@@ -29,10 +29,10 @@ def day_of(text: Any) -> float | None:
     """Return the days from 1970-01-01 to an ISO date, with a time or without; None for others."""
     try:
         when = datetime.datetime.fromisoformat(text)
-    except (TypeError, ValueError):
+        if when.tzinfo is not None:
+            when = when.astimezone(datetime.UTC).replace(tzinfo=None)
+    except (TypeError, ValueError, OverflowError):  # the year 1 or 9999 in another time zone
         return None
-    if when.tzinfo is not None:
-        when = when.astimezone(datetime.UTC).replace(tzinfo=None)
     return (when - _EPOCH) / datetime.timedelta(days=1)
 
 

@@ -88,6 +88,11 @@ def learn_bounds(
         The schema with those bounds, and the columns for which noise has hidden all values: they
         are still TODO.
     """
+    if draft.get("unit"):
+        raise TableError(
+            f"schema: its unit is {draft['unit']!r}, and bounds learned here would protect one row "
+            f"only, so that no training could use them; state public bounds"
+        )
     filled = copy.deepcopy(dict(draft))
     target = filled.get("target", {})
     places = {name: own for name, own in filled.get("columns", {}).items() if _unknown(own)}

@@ -183,7 +183,12 @@ class Schema:
         table = as_table(table)
         if self.unit and self.unit not in table:
             raise TableError(f"{table.source}: the unit {self.unit!r} of the schema is absent")
-        return table[self.unit] if self.unit else None
+        if not self.unit:
+            return None
+        cells = table.raw(self.unit)  # each as it is, whatever the others are
+        if cells.dtype != object:
+            return cells
+        return np.array([None if c in table.missing else c for c in cells], dtype=object)
 
     @property
     def features(self) -> tuple[str, ...]:

@@ -90,7 +90,8 @@ def train(
         if resume or overwrite:
             raise ValueError("resume and overwrite: go with out=, the folder of the run")
         x, target, _ = estimator._table(X, y)
-        _Fit(estimator, x, target, Persons.of_fit(estimator, X, units, unit), None).run({})
+        persons = Persons.of_fit(estimator, X, len(x), units, unit)
+        _Fit(estimator, x, target, persons, None).run({})
         return estimator
     if isinstance(estimator.ledger, Ledger) and estimator.ledger.path is None:
         raise ValueError(
@@ -101,7 +102,7 @@ def train(
     ledger = None if given is None else Path(given)
     with new_run(Path(out), overwrite=overwrite, ledger=ledger, resume=resume) as place:
         x, target, known = estimator._table(X, y)
-        persons = Persons.of_fit(estimator, X, units, unit)
+        persons = Persons.of_fit(estimator, X, len(x), units, unit)
         table = (x if estimator.schema_ else np.asarray(x, np.float64), known)
         place.bind(estimator, table, persons.owners)
         _Fit(estimator, x, target, persons, place).run(settings or {})

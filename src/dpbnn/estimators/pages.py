@@ -166,11 +166,16 @@ def with_records(contents: RunPage, estimator: PrivateBayes, rows: Table, found:
 
 def described(schema: Schema) -> dict[str, str]:
     """Return columns and target with their public bounds or categories, in words."""
+    paid = () if schema.private_bounds is None else schema.private_bounds.columns
+
+    def words_of(column: Column) -> str:
+        return _described(column) + ", released privately" * (column.name in paid)
+
     found = {}
-    for words, columns in itertools.groupby(schema.columns, _described):
+    for words, columns in itertools.groupby(schema.columns, words_of):
         names = [column.name for column in columns]
         found |= _listed(names, words)
-    return {**found, f"{schema.target.name} (target)": _described(schema.target)}
+    return {**found, f"{schema.target.name} (target)": words_of(schema.target)}
 
 
 def _listed(names: list[str], words: str) -> dict[str, str]:

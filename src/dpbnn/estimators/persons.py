@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from dpbnn.data.table import Table
 from dpbnn.estimators import frames
 from dpbnn.estimators.recipes import METHODS, Recipe
 from dpbnn.methods.method import Method
@@ -50,24 +49,21 @@ class Persons:
         return cls(labels, owners, unit)
 
     @classmethod
-    def of_fit(cls, estimator: Any, X: Any, labels: Any, unit: str) -> Persons:
+    def of_fit(cls, estimator: Any, X: Any, rows: int, labels: Any, unit: str) -> Persons:
         """Return the units of a fit: those given, or the column that the schema names.
 
         Args:
             estimator: with its `schema_`, which may be None.
             X: as in `fit`.
+            rows: their number.
             labels: as `units` there.
             unit: what a unit is called, where labels are given.
         """
-        table = X
-        if estimator.schema_ is not None:
+        if estimator.schema_ is not None and estimator.schema_.unit:
             table = frames.table_with(estimator.schema_, X, None, estimator.on_bad_rows)
-            found = estimator.schema_.units(table)
-            if found is not None and labels is not None:
+            if labels is not None:
                 raise ValueError("units: the schema names a column for them; leave one of both out")
-            if found is not None:
-                labels, unit = found, unit_name(estimator.schema_.unit)
-        rows = table.n if isinstance(table, Table) else len(table)
+            labels, unit = estimator.schema_.units(table), unit_name(estimator.schema_.unit)
         return cls.of(labels, unit, rows, estimator.on_bad_rows)
 
     @property
@@ -119,11 +115,14 @@ class Persons:
 
 
 def unit_name(column: str) -> str:
-    """Return what the units of a column are called: "patient" for a column "patient_id"."""
+    """Return what the units of a column are called: "patient" for a column "patient_id".
+
+    A "record" is a single row everywhere else, so that a column "record_id" has "record group"s.
+    """
     name = " ".join(column.replace("_", " ").replace("-", " ").split())
     if name.lower() == "id":
         return UNIT
     for ending in (" id", " ID", " Id", "Id", "ID"):
         name = name.removesuffix(ending)
     name = name[:40].strip()
-    return UNIT if name.casefold() == "record" else name
+    return f"{name} group" if name.lower() in ("record", "row") else name

@@ -123,7 +123,7 @@ class Workspace:
                 "note": "a fingerprint of the training table: keep this file to yourself",
                 "salt": salt.hex(),
                 "table": fingerprint(*table, salt),
-                "units": None if units is None else fingerprint(units.order, units.starts, salt),
+                "units": _owners(units, salt),
             }
             _write(self.progress / "settings.json", settings)
             _write(path, known, private=True)  # last: with it, there is a fit to be resumed
@@ -137,8 +137,8 @@ class Workspace:
             )
         known = json.loads(path.read_text())
         salt = bytes.fromhex(known["salt"])
-        owners = None if units is None else fingerprint(units.order, units.starts, salt)
-        if fingerprint(*table, salt) != known["table"] or owners != known.get("units"):
+        same = fingerprint(*table, salt) == known["table"]
+        if not same or _owners(units, salt) != known.get("units"):
             raise ValueError(
                 "the table is not that of the fit to be resumed: a record was changed, added, "
                 "left out or moved; give the table that it began with, or begin another run"
@@ -264,6 +264,15 @@ def fingerprint(x: Any, y: Any, salt: bytes) -> str:
         found.update(f"{values.dtype} {values.shape}".encode())
         found.update(values.tobytes())
     return found.hexdigest()
+
+
+def _owners(units: Units | None, salt: bytes) -> str | None:
+    """Return a salted hash of whose rows they are, and which of them are nobody's."""
+    if units is None:
+        return None
+    order = units.order.numpy()
+    whose = order if units.kept is None else np.where(units.kept.numpy()[order], order, -1 - order)
+    return fingerprint(whose, units.starts, salt)
 
 
 def _write(path: Path, values: Mapping[str, Any], *, private: bool = False) -> None:

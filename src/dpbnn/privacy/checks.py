@@ -92,10 +92,9 @@ def checked_unit(name: str) -> str:
         raise ValueError(
             f"unit: must be a public name of at most {_LONGEST} letters, such as 'person'"
         )
-    if name.casefold() == "record":
+    if name.lower() in ("record", "row"):  # a statement for one of them means a single row
         raise ValueError(
-            "unit='record': a statement would say that single records are protected; call the "
-            "units something else, such as 'person'"
+            f"unit: {name!r} is what a single row is called; give another name, such as 'person'"
         )
     return name
 

@@ -54,6 +54,11 @@ class Reading:
     details: tuple[tuple[str, str], ...] = ()
     mechanisms: tuple[Mapping[str, Any], ...] = ()
 
+    @property
+    def counted(self) -> str:
+        """What n counts."""
+        return "rows" if self.unit == "record" else f"{self.unit}s"
+
 
 def guess_chance(epsilon: float, delta: float) -> float:
     """Return the best chance to guess which of two neighbours was used, at even odds.

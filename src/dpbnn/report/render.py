@@ -44,7 +44,7 @@ def render(page: RunPage) -> str:
     shown = figures.evaluation_charts(evaluation) if evaluation else []
     parts = {
         "title": page.title,
-        "subtitle": _subtitle(page, evaluation),
+        "subtitle": _subtitle(page, evaluation, reading.counted),
         "promise": page.promise,
         "rows": facts(page.rows),
         "public": facts(page.public),
@@ -75,9 +75,9 @@ def write(page: RunPage, path: str | os.PathLike[str]) -> Path:
     return write_page(Path(path), render(page))
 
 
-def _subtitle(page: RunPage, evaluation: Mapping[str, Any] | None) -> str:
+def _subtitle(page: RunPage, evaluation: Mapping[str, Any] | None, counted: str) -> str:
     kind = f"{evaluation['task']} on {evaluation['n']} test records" if evaluation else ""
-    rows = ", ".join(f"{count} rows for {use}" for use, count in page.rows.items())
+    rows = ", ".join(f"{count} {counted} for {use}" for use, count in page.rows.items())
     return " · ".join(part for part in (page.created, rows, kind) if part)
 
 

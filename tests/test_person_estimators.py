@@ -8,6 +8,7 @@ from command_line import run
 import dpbnn
 from dpbnn.data.standardising import private_standardisation
 from dpbnn.estimators.persons import unit_name
+from dpbnn.estimators.workspace import _owners
 from dpbnn.privacy.units import by_unit
 from dpbnn.units import Units
 
@@ -103,9 +104,38 @@ def test_means_of_persons_are_theirs(table):
     assert found == pytest.approx(np.stack([x[who == name].mean(0) for name in names]))
 
 
+def test_records_of_nobody_are_no_part_of_the_first_person(table):
+    x, _, who = table
+    labels = [*who, *[None] * 50]
+    values = np.concatenate([x, np.ones((50, 3))])
+    owners = Units.of(labels, PERSONS, on_bad_rows="zero")
+    found = owners.means(0, 1, values[owners.records(0, 1)], None)
+    assert found[0] == pytest.approx(x[who == who[0]].mean(0))
+    nobody = Units.of([None, None], None, on_bad_rows="zero")
+    assert nobody.means(0, 1, np.ones((2, 3)), None).tolist() == [[0.0] * 3]
+
+
+@pytest.mark.parametrize("name", ["record", "Row"])
+def test_a_person_is_not_called_a_record(table, name):
+    """A ledger could not tell its releases from those for single rows."""
+    x, y, who = table
+    with pytest.raises(ValueError, match="is what a single row is called"):
+        classifier().fit(x, y, units=who, unit=name)
+    with pytest.raises(ValueError, match="is what a single row is called"):
+        dpbnn.Poisson(10, 5, unit=name)
+
+
+def test_a_fit_goes_on_only_where_the_same_rows_are_nobodys():
+    salt = bytes(16)
+    labels = ["a", None, "a", "b"]
+    one, other = (Units.of(own, 2, on_bad_rows="zero") for own in (labels, ["a", "a", "a", "b"]))
+    assert _owners(one, salt) == _owners(Units.of(labels, 2, on_bad_rows="zero"), salt)
+    assert _owners(one, salt) != _owners(other, salt)
+
+
 def test_names_of_units():
-    names = ("patient_id", "PatientID", "household", "id", "customer-id")
-    expected = ["patient", "Patient", "household", "person", "customer"]
+    names = ("patient_id", "PatientID", "household", "id", "customer-id", "record_id")
+    expected = ["patient", "Patient", "household", "person", "customer", "record group"]
     assert [unit_name(name) for name in names] == expected
 
 
@@ -149,6 +179,56 @@ def test_the_schema_names_the_persons_column(place):
         dpbnn.data.Schema.from_toml(SCHEMA.replace('"patient_id"', '"a"'))
 
 
+FRAME = """
+unit = "patient"
+
+[target]
+name = "state"
+classes = ["well", "ill", "gone"]
+
+[columns.age]
+bounds = [0, 100]
+
+[columns.sex]
+categories = ["f", "m"]
+
+[columns.seen]
+bounds = [2000-01-01, 2020-12-31]
+missing = "indicator"
+"""
+
+
+@pytest.mark.filterwarnings("ignore:epsilon = ")
+@pytest.mark.parametrize(
+    "odd",
+    [{"sex": "x"}, {"state": "lost"}, {"age": "old"}, {"seen": "0001-01-01T00:00:00+23:00"}],
+    ids=str,
+)
+def test_a_persons_odd_values_in_a_frame_move_only_its_own_contribution(odd):
+    """With dates, classes out of order, weights, and a standardisation."""
+    chance, n = np.random.default_rng(0), 120
+    frame = {
+        "patient": [f"{i // 3:03d}" for i in range(n)],
+        "age": chance.uniform(0, 100, n).astype(object),
+        "sex": chance.choice(["f", "m"], n).astype(object),
+        "seen": np.full(n, "2003-04-05", dtype=object),
+        "state": chance.choice(["well", "ill", "gone"], n).astype(object),
+    }
+    other = {**frame}
+    for name, value in odd.items():
+        other[name] = np.array([*frame[name][:15], *[value] * 3, *frame[name][18:]], dtype=object)
+
+    def fit(table):
+        model = dpbnn.PrivateBayesClassifier(
+            schema=dpbnn.data.Schema.from_toml(FRAME), epsilon=20.0, delta=1e-3, epochs=3,
+            on_bad_rows="zero", class_weight={"gone": 7.0}, random_state=0,
+        )  # fmt: skip
+        return model.fit(table).standardisation_
+
+    result = dpbnn.replay(fit, frame, other, trace=False).check()
+    assert 0 < result.worst <= 1
+
+
 def test_the_command_line_protects_patients_by_the_schema(place, capsys):
     schema = str(place / "schema.toml")
     code, text, error = run(
@@ -163,6 +243,17 @@ def test_the_command_line_protects_patients_by_the_schema(place, capsys):
     page = (place / "page.html").read_text()
     assert "whether one patient was used" in page
     assert "People with several records" not in page
+    assert f"{PERSONS} patients for training" in page
+
+
+def test_a_check_finds_that_the_persons_column_is_absent(place, capsys):
+    rows = (place / "train.csv").read_text().replace("patient_id,", "who,", 1)
+    (place / "other.csv").write_text(rows)
+    code, _, error = run(
+        capsys, "schema", "check", place / "other.csv", "--schema", place / "schema.toml"
+    )
+    assert code
+    assert "the unit 'patient_id' of the schema is absent" in error
 
 
 def test_compare_refuses_units(place, capsys):
