@@ -844,9 +844,6 @@ def resumed_fits_take_any_table(patch: Patch) -> None:
         if not self.resumed:
             original(self, *table)
 
-    def bind(original, self, estimator, table, units=None):
-        if not self.resumed:
-            original(self, estimator, table, units)
 
     around(patch, workspace.Workspace, "bind", bind)
 

@@ -222,7 +222,7 @@ BAD = [
     ((dataset()[0], torch.randn(N, 2)), {"likelihood": "gaussian"}, "targets have 2 columns"),
     (dataset(), {"method": None}, "method and plan"),
     (dataset(), {"on_bad_rows": "drop"}, "on_bad_rows='drop'"),
-    (dataset(), {"likelihood": "poisson"}, "likelihood='poisson'"),
+    (dataset(), {"likelihood": "cauchy"}, "likelihood='cauchy'"),
     (dataset(), {"ledger": dpbnn.Ledger(relation="replace-one")}, "relation"),
 ]
 
