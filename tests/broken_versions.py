@@ -844,7 +844,6 @@ def resumed_fits_take_any_table(patch: Patch) -> None:
         if not self.resumed:
             original(self, *table)
 
-
     around(patch, workspace.Workspace, "bind", bind)
 
 
@@ -1487,6 +1486,24 @@ def the_true_number_of_records_bounds_the_sum(patch: Patch) -> None:
 
 def a_unit_forgets_what_its_positions_lost(patch: Patch) -> None:
     patch.setattr(joined, "bound", lambda slack: 0.0)
+
+
+def numbers_and_texts_are_other_persons(patch: Patch) -> None:
+    def numbered(labels):
+        known = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+        found = torch.tensor([known[label] for label in labels])
+        return found, torch.zeros(len(found), dtype=torch.bool)
+
+    patch.setattr(units, "numbered", numbered)
+
+
+def records_of_nobody_are_the_first_persons(patch: Patch) -> None:
+    def numbered(labels):
+        found, missing = original(labels)
+        return found, torch.zeros_like(missing)
+
+    original = units.numbered
+    patch.setattr(units, "numbered", numbered)
 
 
 def units_may_be_called_records(patch: Patch) -> None:

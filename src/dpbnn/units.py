@@ -25,8 +25,8 @@ class Units:
     """The records of every unit.
 
     Attributes:
-        order: all records, those of a unit one after another, on the host.
-        starts: where each unit's records begin in `order`, and then the number of records.
+        order: all records, those of a unit one after another and nobody's last, on the host.
+        starts: where each unit's records begin in `order`, and then where nobody's do.
         kept: false for records that contribute nothing, since their label is missing or their unit
             has too many; None where all count.
         most: public number of records of a unit that count; None for any number.
@@ -68,19 +68,21 @@ class Units:
                 missing, f"they do not say which {unit} they are of", show=show, what="records",
                 counted=n is not None,
             )  # fmt: skip
-        count = int(whose.max()) + 1 if len(whose) else 0
+        own = whose[~missing]
+        count = int(own.max()) + 1 if len(own) else 0
         if n is not None and count != n:
             raise ValueError(
                 f"the plan is for n={n} {unit}s and the data has {count} of them; with units, n "
                 f"counts {unit}s: plan with n={count}"
             )
-        order = (2 * whose + missing).argsort(stable=True)  # nobody's take no one's place
-        sizes = torch.bincount(whose, minlength=count)
+        order = torch.where(missing, count, whose).argsort(stable=True)
+        sizes = torch.bincount(own, minlength=count)
         starts = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         kept = ~missing if zero else None
         if most is not None:
-            place = torch.empty_like(order)
-            place[order] = torch.arange(len(order)) - starts[:-1].repeat_interleave(sizes)
+            place = torch.zeros_like(order)
+            first = starts[:-1].repeat_interleave(sizes)
+            place[order[: len(own)]] = torch.arange(len(own)) - first
             beyond = place >= most
             if not zero:
                 refuse_rows(

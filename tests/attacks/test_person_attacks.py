@@ -413,6 +413,18 @@ def test_records_that_are_nobodys_take_no_place_of_a_persons():
     assert units.kept.tolist() == [False, False, True, True, True, False]
 
 
+@fails_on(57, broken.records_of_nobody_are_the_first_persons)
+def test_item_57_records_that_are_nobodys_change_what_no_person_adds():
+    """Without the first person they would be the next one's, who would change too."""
+    with_them = Units.of([None, "a", None, "b", "a"], None, on_bad_rows="zero")
+    records, whose = with_them.batch(torch.arange(2))
+    assert (records.tolist(), whose.tolist()) == ([1, 4, 3], [0, 0, 1])
+    values = np.array([[9.0], [1.0], [9.0], [5.0], [2.0]])
+    of_units = with_them.means(0, 2, values[with_them.records(0, 2)], None)
+    assert of_units.tolist() == [[1.5], [5.0]]
+    assert len(Units.of([None, None], None, on_bad_rows="zero")) == 0
+
+
 def test_messages_name_no_label():
     for labels in ([*IDS[:-1], None], IDS[:-1], "patient 4", [[label] for label in IDS]):
         with pytest.raises(ValueError, match=r"units|records cannot be used") as caught:

@@ -175,7 +175,7 @@ def test_losses_and_unknown_names_are_refused():
     with pytest.raises(UnsupportedModel, match="is a loss"):
         attach(model, nn.CrossEntropyLoss(reduction="none"))
     with pytest.raises(ValueError, match="categorical"):
-        attach(model, "poisson")
+        attach(model, "cauchy")
     with pytest.raises(TypeError, match="log_prob"):
         attach(model, 3)
 

@@ -213,13 +213,16 @@ def test_ranks_that_opened_different_ledgers_are_refused(tmp_path):
 
 
 @fails_on(58, broken.nobody_compares_what_ranks_were_given, other="data")
-@pytest.mark.parametrize("other", ["data", "seed", "settings and method", "checkpoint_every"])
+@pytest.mark.parametrize(
+    "other", ["data", "seed", "settings and method", "checkpoint_every", "debug_seed"]
+)
 def test_item_58_ranks_that_were_given_different_things_are_refused(other):
     def work(rank):
         options = {
             "data": {"data": (dataset()[0] + rank, dataset()[1])},
             "seed": {"seed": rank},
             "checkpoint_every": {"checkpoint_every": 2 + rank},
+            "debug_seed": {"debug_seed": rank or None},
             "settings and method": {"method": dpbnn.SGD(learning_rate=0.1 + rank)},
         }
         return fit(**options[other])
