@@ -185,7 +185,7 @@ class Schema:
             raise TableError(f"{table.source}: the unit {self.unit!r} of the schema is absent")
         if not self.unit:
             return None
-        cells = table.raw(self.unit)  # each as it is, whatever the others are
+        cells: np.ndarray = table.raw(self.unit)  # each as it is, whatever the others are
         if cells.dtype != object:
             return cells
         return np.array([None if c in table.missing else c for c in cells], dtype=object)

@@ -171,7 +171,7 @@ def described(schema: Schema) -> dict[str, str]:
     def words_of(column: Column) -> str:
         return _described(column) + ", released privately" * (column.name in paid)
 
-    found = {}
+    found: dict[str, str] = {}
     for words, columns in itertools.groupby(schema.columns, words_of):
         names = [column.name for column in columns]
         found |= _listed(names, words)
