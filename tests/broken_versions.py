@@ -1488,15 +1488,6 @@ def a_unit_forgets_what_its_positions_lost(patch: Patch) -> None:
     patch.setattr(joined, "bound", lambda slack: 0.0)
 
 
-def numbers_and_texts_are_other_persons(patch: Patch) -> None:
-    def numbered(labels):
-        known = {label: number for number, label in enumerate(dict.fromkeys(labels))}
-        found = torch.tensor([known[label] for label in labels])
-        return found, torch.zeros(len(found), dtype=torch.bool)
-
-    patch.setattr(units, "numbered", numbered)
-
-
 def records_of_nobody_are_the_first_persons(patch: Patch) -> None:
     def numbered(labels):
         found, missing = original(labels)

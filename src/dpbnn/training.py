@@ -226,13 +226,23 @@ def load(
     )
 
 
+_WORDS, _FIRST = 624, 24  # of the state of torch's generator on the CPU, and where they begin
+
+
 @contextlib.contextmanager
-def _random_state(seed: int) -> Iterator[None]:
+def _random_state(seed: int, secret: bool = False) -> Iterator[None]:
+    """Seed the generators; of a secret seed all 64 bits count, where torch takes 32 on the CPU."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         if devices:
             torch.cuda.manual_seed_all(seed)
         torch.default_generator.manual_seed(seed)  # `torch.manual_seed` is far slower
+        if secret:
+            drawn = hashlib.shake_128(seed.to_bytes(8, "big")).digest(4 * _WORDS)
+            words = torch.frombuffer(bytearray(drawn), dtype=torch.int32).long() & 0xFFFFFFFF
+            state = torch.get_rng_state()
+            state[_FIRST : _FIRST + 8 * _WORDS] = words.view(torch.uint8)
+            torch.set_rng_state(state)
         yield
 
 
@@ -394,13 +404,13 @@ class _Run(Run):
         Every shard draws from a seed of its own, so that it does not matter who computes it.
         """
         sigma, seed = self.reserve(), self._seed(int(torch.randint(2**62, ())))
-        with _random_state(seed):
+        with _random_state(seed, self._hidden):
             state = self.process.draw(self.state)
 
         @contextlib.contextmanager
         def contributed(shard: int, records: Tensor) -> Iterator[Any]:
             x, y, _ = self.rows.take(records)
-            with _random_state(seed + 1 + shard):
+            with _random_state(seed + 1 + shard, self._hidden):
                 with unquoted(*FAILED, let=(UnsupportedModel,)):
                     contributions = self.process.contribute(state, x, y)
                 yield contributions
@@ -420,7 +430,11 @@ class _Run(Run):
         How many numbers a network draws can depend on the batch; what is drawn later, and the
         state of the generators in a checkpoint, must not.
         """
-        return _random_state(self._seed(int(torch.randint(2**62, ()))))
+        return _random_state(self._seed(int(torch.randint(2**62, ()))), self._hidden)
+
+    @property
+    def _hidden(self) -> bool:
+        return not (self.plan.relation.public_size or self.gate.audited())
 
     def _seed(self, public: int) -> int:
         """Return a seed for what records draw, such as masks: a secret one under add/remove.
@@ -428,7 +442,7 @@ class _Run(Run):
         There a record less moves others to other places of a batch, and to the draws of these. Who
         knew the draws would see all of that, and not one record.
         """
-        if self.plan.relation.public_size or self.gate.audited():
+        if not self._hidden:
             return public
         drawn = hashlib.blake2b(
             public.to_bytes(8, "big"), key=self.keys.sampling, digest_size=8, person=b"dpbnn draws"

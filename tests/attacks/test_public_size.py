@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from twins import fails_on, twins_of
 
 import dpbnn
+from dpbnn import training
 from dpbnn.data import private_bounds, private_counts
 from dpbnn.privacy.gate import Gate
 
@@ -181,6 +182,23 @@ def test_item_52_nobody_knows_what_records_draw(kind):
         return sums[0]
 
     assert not torch.allclose(first_sum(), first_sum())
+
+
+def test_a_secret_seed_has_more_than_the_32_bits_that_torch_takes():
+    """Whoever tries 2^32 seeds would have the masks of a batch."""
+
+    def drawn(seed, secret=True):
+        with training._random_state(seed, secret):
+            return torch.rand(2000)
+
+    assert torch.equal(drawn(5, False), drawn(5 + 2**32, False))
+    assert torch.equal(drawn(5), drawn(5))
+    one, other = drawn(5), drawn(5 + 2**32)
+    assert not torch.equal(one, other)
+    assert not torch.equal(one, drawn(5, False))
+    for values in (one, other):
+        assert abs(float(values.mean()) - 0.5) < 0.05
+        assert abs(float(values.var()) - 1 / 12) < 0.02
 
 
 @fails_on(
