@@ -149,6 +149,7 @@ def joined() -> Iterator[Group]:
     shards = max(SHARDS, 1 << (size - 1).bit_length())
     group = Ranks(dist.get_rank(), size, shards, dist.new_group(backend="gloo"))
     try:
+        dist.barrier(group.transport)  # a rank that leaves at once would break others' connecting
         yield group
     finally:
         transport, group.transport = group.transport, None
