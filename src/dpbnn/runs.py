@@ -141,12 +141,24 @@ class Run:
             return reports.write(self.page(self.metrics), out)
         rows = as_table(table) if self.schema is not None else table
         found = self.tested(rows, y, training_table=training_table, **options)
+        self.write_page(out, found, rows if test_data_public else None)
+        return out
+
+    def write_page(self, out: Path, found: Tested, shown: Any = None) -> dict[str, Any]:
+        """Write metrics and page of an evaluation, and return the metrics.
+
+        Args:
+            out: path of the page.
+            found: by `tested`.
+            shown: the test table, where single records of it may be shown.
+        """
         values = pages.values_of(found)
         self.write_metrics(values)
-        contents = self.page(values, test_data_public=test_data_public)
-        if test_data_public and self.schema is not None:
-            contents = pages.with_records(contents, self.estimator, rows, found)
-        return reports.write(contents, out)
+        contents = self.page(values, test_data_public=shown is not None)
+        if shown is not None and self.schema is not None:
+            contents = pages.with_records(contents, self.estimator, shown, found)
+        reports.write(contents, out)
+        return values
 
     def tested(
         self, table: Any, y: Any = None, *, training_table: bool = False, **options: Any

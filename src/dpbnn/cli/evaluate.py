@@ -69,8 +69,6 @@ def evaluate_command(
     Example:
       dpbnn evaluate run/ test.csv --report report.html --group sex
     """
-    from dpbnn import report as reports
-    from dpbnn.estimators import pages
     from dpbnn.estimators.workspace import METRICS, REPORT
     from dpbnn.runs import Run
 
@@ -82,12 +80,8 @@ def evaluate_command(
             asked |= {"groups": _group(rows, group), "group": group}
         inputs, truth = _columns(opened, rows, target)
         found = opened.tested(inputs, truth, training_table=training_table, **asked)
-    values = pages.values_of(found)
-    opened.write_metrics(values)
-    contents = opened.page(values, test_data_public=test_data_public)
-    if test_data_public and opened.schema is not None:
-        contents = pages.with_records(contents, opened.estimator, rows, found)
-    written = reports.write(contents, report or opened.folder / REPORT)
+    written = report or opened.folder / REPORT
+    values = opened.write_page(written, found, rows if test_data_public else None)
     speaker.say(found.evaluation)
     if covered := found.coverage:
         speaker.say(

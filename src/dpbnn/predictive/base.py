@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -73,6 +74,48 @@ class Predictive(ABC):
 
     def __len__(self) -> int:
         return self.mean.shape[0]
+
+
+class NumberPredictive(Predictive):
+    """A mixture over posterior samples of a number, or of several; clipped to public bounds."""
+
+    means: Tensor
+    """The mean of every posterior sample, [S, N] or [S, N, D]."""
+    bounds: tuple[float, float] | None
+    """Public range of the target; None for no bounds."""
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """Predictive mean 1/S sum_s m_s, inside the bounds."""
+        return self._inside(self.means.mean(0))
+
+    @property
+    def variance(self) -> Tensor:
+        """Total variance: epistemic and aleatoric."""
+        return self.epistemic + self.aleatoric
+
+    @cached_property
+    def epistemic(self) -> Tensor:
+        """Variance over posterior samples of the mean, Var_s[m_s]."""
+        return self.means.var(0, correction=0)
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Return the ends of the equal-tailed interval: either tail has (1 - level)/2 at most."""
+        check_level(level)
+        tail = (1 - level) / 2
+        return self.quantile(tail), self.quantile(1 - tail)
+
+    def _inside(self, values: Tensor) -> Tensor:
+        return values if self.bounds is None else values.clamp(*self.bounds)
+
+    def _targets(self, y: Tensor) -> Tensor:
+        """Return targets shaped like the mean, or raise where there are more or fewer."""
+        y = torch.as_tensor(y, dtype=self.mean.dtype, device=self.mean.device)
+        if y.numel() != self.mean.numel() or y.shape[:1] != self.mean.shape[:1]:
+            raise ValueError(
+                f"y has shape {list(y.shape)}; the prediction has {list(self.mean.shape)}."
+            )
+        return y.reshape(self.mean.shape)
 
 
 def checked(values: Tensor, name: str, axes: int) -> Tensor:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from dpbnn.predictive.base import (
-    Predictive,
-    check_level,
+    NumberPredictive,
     check_quantile,
     checked,
     log_mean_exp,
@@ -25,7 +24,7 @@ _BLOCK = 2**21  # elements of a temporary
 _RARE = 1e-12  # probability beyond which counts are left out of the entropy
 
 
-class CountPredictive(Predictive):
+class CountPredictive(NumberPredictive):
     """A mixture of Poisson distributions, 1/S sum_s Poisson(r_s).
 
     variance = variance over samples of the rate (epistemic) + mean rate (aleatoric). Quantiles,
@@ -46,24 +45,9 @@ class CountPredictive(Predictive):
             raise ValueError("log_rates must be at most 700; check the inputs and the weights.")
 
     @property
-    def means(self) -> Tensor:
+    def means(self) -> Tensor:  # type: ignore[override]
         """Rates r_s, the means of every posterior sample, shaped like the logarithms."""
         return self.log_rates.exp()
-
-    @cached_property
-    def mean(self) -> Tensor:
-        """Predictive mean 1/S sum_s r_s, inside the bounds."""
-        return self._inside(self.means.mean(0))
-
-    @property
-    def variance(self) -> Tensor:
-        """Total variance Var_s[r_s] + mean_s[r_s]."""
-        return self.epistemic + self.aleatoric
-
-    @cached_property
-    def epistemic(self) -> Tensor:
-        """Variance over posterior samples of the rate, Var_s[r_s]."""
-        return self.means.var(0, correction=0)
 
     @cached_property
     def aleatoric(self) -> Tensor:
@@ -91,15 +75,6 @@ class CountPredictive(Predictive):
             return self._inside(torch.full_like(self.mean, math.inf if q else 0.0))
         return self._inside(self._per_output(lambda log_rates: _quantile(log_rates.exp(), q)))
 
-    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Return the first and the last count of the equal-tailed interval.
-
-        Its probability is at least `level`: either tail has (1 - level)/2 at most.
-        """
-        check_level(level)
-        tail = (1 - level) / 2
-        return self.quantile(tail), self.quantile(1 - tail)
-
     def samples(self, k: int, generator: torch.Generator | None = None) -> Tensor:
         """Return k draws of the count for every input, [k, N] or [k, N, D]."""
         picked = pick(len(self.log_rates), k, generator, self.log_rates.device)
@@ -124,17 +99,6 @@ class CountPredictive(Predictive):
     def target(self, position: int) -> CountPredictive:
         """Return the prediction of one of several targets by itself."""
         return CountPredictive(self.log_rates[..., position], self.bounds)
-
-    def _targets(self, y: Tensor) -> Tensor:
-        y = torch.as_tensor(y, dtype=torch.float64, device=self.log_rates.device)
-        if y.numel() != self.mean.numel() or y.shape[:1] != self.mean.shape[:1]:
-            raise ValueError(
-                f"y has shape {list(y.shape)}; the prediction has {list(self.mean.shape)}."
-            )
-        return y.reshape(self.mean.shape)
-
-    def _inside(self, values: Tensor) -> Tensor:
-        return values if self.bounds is None else values.clamp(*self.bounds)
 
     def _per_output(self, compute: Callable[[Tensor], Tensor]) -> Tensor:
         """Return compute(log_rates [S, n]) -> [n] over all outputs, in blocks."""

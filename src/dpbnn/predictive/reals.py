@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from dpbnn.predictive.base import (
-    Predictive,
-    check_level,
+    NumberPredictive,
     check_quantile,
     checked,
     log_mean_exp,
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 _BLOCK = 2**23  # elements of a temporary
 
 
-class RealPredictive(Predictive):
+class RealPredictive(NumberPredictive):
     """A mixture of Gaussians, 1/S sum_s N(m_s, v_s).
 
     variance = variance over samples of the mean (epistemic) + mean noise variance (aleatoric).
@@ -54,21 +53,6 @@ class RealPredictive(Predictive):
         if not self.means.isfinite().all():
             raise ValueError("means must be finite; check the inputs and the weights.")
         self.variances = variances.expand(self.means.shape)
-
-    @cached_property
-    def mean(self) -> Tensor:
-        """Predictive mean 1/S sum_s m_s, inside the bounds."""
-        return self._inside(self.means.mean(0))
-
-    @property
-    def variance(self) -> Tensor:
-        """Total variance Var_s[m_s] + mean_s[v_s]."""
-        return self.epistemic + self.aleatoric
-
-    @cached_property
-    def epistemic(self) -> Tensor:
-        """Variance over posterior samples of the mean, Var_s[m_s]."""
-        return self.means.var(0, correction=0)
 
     @cached_property
     def aleatoric(self) -> Tensor:
@@ -102,12 +86,6 @@ class RealPredictive(Predictive):
             return self._inside(torch.full_like(self.mean, math.inf if q else -math.inf))
         return self._inside(self._per_output(lambda m, s: _quantile(m, s, q)))
 
-    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Return the ends of the equal-tailed interval of that probability."""
-        check_level(level)
-        tail = (1 - level) / 2
-        return self.quantile(tail), self.quantile(1 - tail)
-
     def samples(self, k: int, generator: torch.Generator | None = None) -> Tensor:
         """Return k draws of y for every input, [k, N] or [k, N, D]."""
         picked = pick(len(self.means), k, generator, self.means.device)
@@ -116,12 +94,7 @@ class RealPredictive(Predictive):
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return log 1/S sum_s prod_d N(y_id; m_sid, v_sid), [N]: the joint density of outputs."""
-        y = torch.as_tensor(y, dtype=self.means.dtype, device=self.means.device)
-        if y.numel() != self.mean.numel() or y.shape[:1] != self.mean.shape[:1]:
-            raise ValueError(
-                f"y has shape {list(y.shape)}; the prediction has {list(self.mean.shape)}."
-            )
-        parts = _log_normal(y.reshape(self.mean.shape), self.means, self.variances)
+        parts = _log_normal(self._targets(y), self.means, self.variances)
         return log_mean_exp(parts.flatten(2).sum(2) if parts.dim() > 2 else parts)
 
     def take(self, rows: Any) -> RealPredictive:
@@ -132,9 +105,6 @@ class RealPredictive(Predictive):
     def target(self, position: int) -> RealPredictive:
         """Return the prediction of one of several targets by itself."""
         return RealPredictive(self.means[..., position], self.variances[..., position], self.bounds)
-
-    def _inside(self, values: Tensor) -> Tensor:
-        return values if self.bounds is None else values.clamp(*self.bounds)
 
     def _per_output(self, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Return compute(means, stds) [S, n] -> [n] over all outputs, in float64 and in blocks."""
