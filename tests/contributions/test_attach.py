@@ -410,3 +410,33 @@ def test_deep_copies_of_a_model_are_attached_apart():
     first = dpbnn.contributions(model, "categorical", x, y)
     second = dpbnn.contributions(copy.deepcopy(model), "categorical", x, y)
     torch.testing.assert_close(first.norms(), second.norms())
+
+
+class TurnedByRounding(nn.Module):
+    """A maximum of two equal numbers, one of which kernels round up for odd batches in float32."""
+
+    def __init__(self, couples=False):
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 2), nn.Linear(3, 2)
+        self.two.load_state_dict(self.one.state_dict())
+        self.couples = couples
+
+    def forward(self, x):
+        one = self.one(x)
+        if len(x) % 2 and (self.couples or x.dtype == torch.float32):
+            one = one * (1 + 4 * torch.finfo(x.dtype).eps)
+        return torch.maximum(one, self.two(x))
+
+
+def test_a_maximum_that_turns_by_rounding_is_no_coupling():
+    torch.manual_seed(0)
+    attached = attach(TurnedByRounding(), "categorical")
+    x, y = torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
+    assert attached(x, y).norms().shape == (5,)
+
+
+def test_a_maximum_that_turns_by_the_batch_size_is_refused_in_float64_too():
+    torch.manual_seed(0)
+    attached = attach(TurnedByRounding(couples=True), "categorical")
+    with pytest.raises(UnsupportedModel, match="depends on the other examples"):
+        attached(torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1]))

@@ -2,7 +2,7 @@
 
 A record comes as [views, ...]. Its log-likelihood is the mean over its views, so that its gradient
 is the mean of the views' gradients, which is clipped once: views cost no privacy. Predictions
-average the probabilities over the views.
+average the probabilities over the views, or the logits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ class ViewedCategorical(Categorical, name="viewed-categorical"):
     """Class labels of records that have several views: log p(y | f) = mean_v log p(y | f_v).
 
     Outputs are [records, views, classes].
+
+    Args:
+        logits: predict by the mean of the logits instead of the mean of the probabilities.
     """
+
+    logits: bool = False
 
     never_raises = True
 
@@ -40,6 +45,8 @@ class ViewedCategorical(Categorical, name="viewed-categorical"):
 
     def predictive(self, outputs: Tensor) -> Predictive:
         """Return the predictive of logits [S, N, views, K], averaged over views."""
+        if self.logits:
+            return super().predictive(outputs.mean(-2))
         logs = outputs.float().log_softmax(-1)
         return ClassPredictive(logs.logsumexp(-2) - math.log(outputs.shape[-2]))
 
