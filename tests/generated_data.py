@@ -9,7 +9,7 @@ import numpy as np
 
 from dpbnn.data import Schema, datasets
 from dpbnn.data.download import sha256
-from dpbnn.reproduce import uci
+from dpbnn.reproduce import dp_sep_uci, uci
 
 ROWS = {"mnist": (300, 100), "adult": (2000, 1000), "abalone": (800, 200)}
 """Training and test rows; the regressions have REGRESSION."""
@@ -22,8 +22,8 @@ def write(folder: Path) -> dict:
     _images(folder / "mnist", rng)
     _adult(folder / "uci" / "adult", rng)
     _abalone(folder / "uci" / "abalone", rng)
-    for name, about in uci.DATASETS.items():
-        _regression(folder / sources[name]["folder"], about, sources[name], rng)
+    for name in dp_sep_uci.SETS:
+        _regression(folder / sources[name]["folder"], uci.DATASETS[name], sources[name], rng)
     for source in sources.values():
         for entry in source["files"]:
             path = folder / entry["path"]

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import dpbnn
-from dpbnn.reproduce import uci
+from dpbnn.reproduce import dp_sep_uci, uci
+from dpbnn.reproduce.result import Settings
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,7 @@ def test_power_learns_fast_with_whitening_that_was_paid_for():
 
 
 @pytest.mark.usefixtures("generated_folder")
-@pytest.mark.parametrize("name", uci.DATASETS)
+@pytest.mark.parametrize("name", dp_sep_uci.SETS)
 @pytest.mark.parametrize("kind", ["adf", "ep", "sep", "sgd", "dp-sep", "dp-vi", "dp-sgd"])
 def test_every_method_on_generated_tables(name, kind):
     """Two steps at the settings of the benchmark: files are read, scaled, fitted and scored."""
@@ -75,7 +76,7 @@ def test_the_scaling_moves_by_its_sensitivity_and_sees_nothing_else(monkeypatch)
 
 @pytest.mark.usefixtures("_either")
 def test_tuning_on_a_split_does_not_see_its_test_rows():
-    for name in uci.DATASETS:
+    for name in dp_sep_uci.SETS:
         train, held = uci.indices(name, 0, tuning=True)
         _, test = uci.indices(name, 0, tuning=False)
         assert not set(train) & set(held)
@@ -88,3 +89,25 @@ def test_public_bounds_cut_off_and_do_not_look():
     assert np.abs(u).max() <= 1
     assert np.abs(t).max() <= 1
     assert torch.from_numpy(u).isfinite().all()
+
+
+def test_year_is_in_the_tables_where_its_file_is(tmp_path, monkeypatch):
+    """A generated file in the form of YearPredictionMSD: the year first, the last tenth tested."""
+    monkeypatch.setenv("DPBNN_DATA", str(tmp_path))
+    assert dp_sep_uci._sets(Settings()) == dp_sep_uci.SETS
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(400, 90)) * 100
+    years = np.clip(np.round(1998 + 0.05 * x[:, 0] + rng.normal(size=400)), 1922, 2011)
+    path = uci.year_file()
+    path.parent.mkdir(parents=True)
+    np.savetxt(path, np.column_stack([years, x]), delimiter=",", fmt="%.5f")
+    assert dp_sep_uci._sets(Settings()) == (*dp_sep_uci.SETS, "year")
+    features, target, splits = uci.raw("year")
+    assert features.shape == (400, 90)
+    assert target.min() >= 1922
+    assert [len(splits[f"{part}_0"]) for part in ("train", "test")] == [360, 40]
+    for kind in ("sep", "sgd", "dp-sep", "dp-sgd"):
+        cell = dp_sep_uci._cell("year", kind, 0)
+        cell["settings"] |= {"hidden": 4, "steps": 2, "epochs": 1}
+        result = uci.one(cell)
+        assert np.isfinite([result["rmse"], result["ll"]]).all()

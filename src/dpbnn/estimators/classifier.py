@@ -46,6 +46,9 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         class_weight: public weight of labels, such as {"ill": 5.0}; 1 for those left out. A record
             counts in training by the weight of its label; only ratios matter. Predictions are
             corrected for the weights: they are probabilities in the population, as without.
+        features: "scattering" for square grey images, one a row, pixel by pixel: the model is one
+            of their scattering maps (`dpbnn.networks.Scattering`), which are fixed and cost no
+            privacy; "auto" is then a linear one, and `hidden` is not used.
         hidden: widths of the hidden layers.
         prior: of the weights; N(0, 1) by default, and a narrower one for "auto" without privacy.
         batch_size: expected batch size; by default all rows up to 2048 of them, 1024 beyond.
@@ -100,6 +103,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         classes: Any = None,
         schema: Any = None,
         class_weight: Any = None,
+        features: str | None = None,
         hidden: Any = (32,),
         prior: Any = None,
         batch_size: float | None = None,

@@ -20,6 +20,7 @@ from dpbnn.data.standardising import Standardisation
 from dpbnn.estimators import fitting, frames, pages, recipes, storage
 from dpbnn.estimators.fitting import Target
 from dpbnn.estimators.held_out import BETA, TRAINING, HeldOut
+from dpbnn.estimators.images import Scattered
 from dpbnn.estimators.persons import UNIT
 from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, refuse, validated
 from dpbnn.messages import check_on_bad_rows
@@ -168,7 +169,8 @@ class PrivateBayes(BaseEstimator):
         Args:
             inputs: [rows, encoded columns].
         """
-        scaled = torch.from_numpy(Scaling(*self.bounds_, self._standard())(inputs))
+        scaling = Scaling(*self.bounds_, self._standard(), features=self._features())
+        scaled = torch.from_numpy(scaling(inputs))
         posterior = self._in_double(self.posterior_)
         found = posterior.predict(scaled, self.samples, seed=self.seed_)
         if self.temperature_ is not None:
@@ -242,7 +244,8 @@ class PrivateBayes(BaseEstimator):
         from dpbnn.evaluation.diagnostics import diagnose
 
         drawn = np.random.default_rng(0).uniform(-1, 1, (256, np.size(self.bounds_[0])))
-        unit = Scaling(np.float64(-1), np.float64(1), self._standard())
+        ends = np.float64(-1), np.float64(1)
+        unit = Scaling(*ends, self._standard(), features=self._features())
         return diagnose(self.posterior_, unit(drawn))
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -336,10 +339,18 @@ class PrivateBayes(BaseEstimator):
         """Return the recipe of the method, and its settings where the user gave them."""
         if isinstance(self.method, Method):
             known = recipes.METHODS.get(self.method.name)
-            return known or recipes.Recipe(type(self.method), None, None), self.method
-        if self.method == "auto":
-            return recipes.of_auto(self._widths(), None if self._regression else outputs), None
-        return recipes.METHODS[self.method], None
+            recipe = known or recipes.Recipe(type(self.method), None, None)
+        elif self.method == "auto" and not self.features:
+            recipe = recipes.of_auto(self._widths(), None if self._regression else outputs)
+        else:
+            recipe = recipes.METHODS[self.method]
+        if self.features:
+            recipe = recipes.for_features(recipe, self._regression)
+        return recipe, self.method if isinstance(self.method, Method) else None
+
+    def _features(self) -> Scattered | None:
+        """Return what turns scaled rows into the network's inputs; None leaves them."""
+        return Scattered(self.n_features_in_) if self.features else None
 
     def _held_out(self, recipe: recipes.Recipe) -> HeldOut:
         share = self.recalibrate
@@ -373,6 +384,10 @@ class PrivateBayes(BaseEstimator):
         check_count(samples=0 if self.samples is None else self.samples)
         check_count(0, tuning_runs=self.tuning_runs)
         training.check_kinds(prior=self.prior, device=self.device)
+        if self.features not in (None, "scattering"):
+            raise ValueError(f"features={quoted(self.features)}: must be None or 'scattering'")
+        if self.features and self.schema is not None:
+            raise ValueError("features: are for rows of pixels; leave it or the schema out")
         self._widths()
         book = None if self.epsilon is None else self._given_ledger()
         if book is not None and not book.relation.public_size:

@@ -180,7 +180,7 @@ class _Fit:
         place: Workspace | None,
     ) -> None:
         self.estimator, self.all, self.target, self.place = estimator, x, target, place
-        self.persons = persons
+        self.persons, self.features = persons, estimator._features()
         known, method = estimator._recipe(target.outputs)
         self.recipe = persons.recipe(known, estimator)
         self.held: HeldOut = estimator._held_out(self.recipe)
@@ -238,6 +238,7 @@ class _Fit:
             with _unbroken():
                 scaling = self._scaling()
                 scaling = self._standardised(scaling)
+                scaling = dataclasses.replace(scaling, features=self.features)
                 self._keep(seed=self.seed, earlier=self.earlier)
             trained = [self._trained(scaling)]
             with _unbroken():  # what is released here cannot be used by another attempt
@@ -312,11 +313,11 @@ class _Fit:
         estimator, place = self.estimator, self.place
         if place is not None and place.trained.is_dir():
             return training.load(place.trained, device=estimator.device or "cpu")
+        inputs = torch.from_numpy(scaling(self.x, np.float32))
         network = self.recipe.network(
-            self.x.shape[1], estimator._widths(), self.target.outputs, self.plan,
+            inputs.shape[1], estimator._widths(), self.target.outputs, self.plan,
             estimator._regression,
         )  # fmt: skip
-        inputs = torch.from_numpy(scaling(self.x, np.float32))
         short = self.plan.steps * self.plan.batch_size < _SHORT
         posterior = training.fit(
             network,

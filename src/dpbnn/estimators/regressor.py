@@ -54,6 +54,7 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         target_bounds: Any = None,
         schema: Any = None,
         noise_std: float | None = None,
+        features: str | None = None,
         hidden: Any = (32,),
         prior: Any = None,
         batch_size: float | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,12 +56,14 @@ class Scaling:
         high: upper bounds, likewise.
         standard: centre and spread of u, public or privately released; None leaves u as it is.
         limit: largest |z|.
+        features: from all that to what a network sees; None leaves it.
     """
 
     low: np.ndarray
     high: np.ndarray
     standard: Standardisation | None = None
     limit: float = 4.0
+    features: Callable[[np.ndarray], np.ndarray] | None = None
 
     @classmethod
     def learned(cls, values: np.ndarray) -> Scaling:
@@ -82,14 +84,16 @@ class Scaling:
         return np.where(width > 0, width, 1.0)
 
     def __call__(self, values: np.ndarray, dtype: type = np.float64) -> np.ndarray:
-        """Return values clipped to the bounds, scaled to [-1, 1], and standardised.
+        """Return values clipped to the bounds, scaled to [-1, 1], and standardised, or features.
 
         Args:
             values: the numbers; returned without a copy if scaling changes nothing.
             dtype: of the result; it is computed in float64.
         """
-        if self._keeps(values, dtype):
-            return values
+        scaled = values if self._keeps(values, dtype) else self._scaled(values, dtype)
+        return scaled if self.features is None else self.features(scaled)
+
+    def _scaled(self, values: np.ndarray, dtype: type) -> np.ndarray:
         scaled = np.empty(values.shape, dtype)
         step = max(1, _BLOCK // max(1, values[:1].size))
         for start in range(0, len(values), step):

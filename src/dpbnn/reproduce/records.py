@@ -391,6 +391,11 @@ def records(settings: Settings) -> Result:
     )
 
 
+def _changed(name: str, setting: str) -> Record:
+    """Return a record with the changes of a setting; the mean of logits is one of them."""
+    return dataclasses.replace(RECORDS[name], **{"logits": False, **GRID[name][setting]})
+
+
 def records_validation(settings: Settings) -> Result:
     """Settings of `records` compared on the last sixth of the training images."""
     load = _Loaded(settings, True)
@@ -399,15 +404,15 @@ def records_validation(settings: Settings) -> Result:
             "run": name,
             "setting": setting,
             "seed": settings.seed,
-            "settings": dataclasses.replace(RECORDS[name], **changes).settings(),
+            "settings": _changed(name, setting).settings(),
         }
         for name, grid in GRID.items()
-        for setting, changes in grid.items()
+        for setting in grid
     ]
     cells = cells[::6] if settings.fast else cells
 
     def one(cell: dict[str, Any]) -> dict[str, Any]:
-        record = dataclasses.replace(RECORDS[cell["run"]], **GRID[cell["run"]][cell["setting"]])
+        record = _changed(cell["run"], cell["setting"])
         return run(record, load(record), cell["seed"], settings.device, settings.fast)
 
     found = Cells("records-validation", settings).all(cells, one)
