@@ -60,6 +60,7 @@ class Source(ABC):
         fixed: whether a record is the same whenever it is read, so that noise may be drawn again.
         memory: bytes up to which the data may be copied whole.
         workers: processes that load records.
+        owned: whether these are records of this process alone, of several.
         missing: a record that is left out, for audits.
     """
 
@@ -70,6 +71,7 @@ class Source(ABC):
     fixed: bool = True
     memory: int = 2**30
     workers: int = 0
+    owned: bool = False
     missing: int | None = None
 
     @abstractmethod
