@@ -33,6 +33,7 @@ from dpbnn import (
     ranks,
     resume,
     rows,
+    silos,
     storage,
     training,
     units,
@@ -758,7 +759,7 @@ def keys_never_move_on(patch: Patch) -> None:
 
 
 def several_processes_train_at_once(patch: Patch) -> None:
-    for module in (gate, ranks):
+    for module in (group, ranks):
         patch.setattr(module, "check_one_process", lambda: None)
 
 
@@ -1736,3 +1737,53 @@ def rank_0_speaks_for_the_rows_of_all(patch: Patch) -> None:
         return found
 
     around(patch, training, "over_ranks", rows)
+
+
+# 64: sites that add their own noise
+
+
+def sites_charge_the_noise_of_all(patch: Patch) -> None:
+    def event(original, self, sigma, *args):
+        return original(self, math.sqrt(3) * sigma, *args)
+
+    around(patch, Gate, "_event", event)
+
+
+def other_sites_know_nothing(patch: Patch) -> None:
+    """Their own noise is counted as if it were a secret to them."""
+    around(patch, silos.Site, "_events", lambda original, self, left: original(self, 3))
+
+
+def sites_share_the_key_of_their_noise(patch: Patch) -> None:
+    patch.setattr(resume.Run, "_noise", lambda self: NoiseSource.from_key(b"k" * 32, self.step))
+
+
+def sites_share_the_key_of_their_batches(patch: Patch) -> None:
+    new = checkpoint.Keys.new
+    alike = classmethod(lambda cls: dataclasses.replace(new(), sampling=b"k" * 32))
+    patch.setattr(checkpoint.Keys, "new", alike)
+
+
+def messages_are_charged_when_they_are_sent(patch: Patch) -> None:
+    spend = Gate.reserve
+
+    def reserve(original, self, count, sigma=None):
+        self._reserved.extend([self._sigma(sigma)] * count)
+
+    def call(original, self, *args, **options):
+        release = original(self, *args, **options)
+        spend(self, 1, options["noise_multiplier"])
+        return release
+
+    around(patch, Gate, "reserve", reserve)
+    around(patch, Gate, "__call__", call)
+
+
+def messages_are_rounded_to_float32(patch: Patch) -> None:
+    """What a message loses depends on its own sum and noise, not on those of all sites."""
+
+    def spread(original, self, release):
+        found = original(self, release)
+        return {name: value.float() for name, value in found.items()}
+
+    around(patch, silos._Message, "spread", spread)

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from dpbnn.privacy.checks import check_one_process
 from dpbnn.privacy.contracts import Clippable
 
 __all__ = ["Group", "Shares"]
@@ -46,6 +47,10 @@ class Group:
     size: int = 1
     shards: int = 1
     starts: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
+
+    def check_alone(self) -> None:
+        """Raise where other processes would make releases beside a group of one."""
+        check_one_process()
 
     def mine(self) -> range:
         """Return the shards of this rank; every shard belongs to one rank."""
