@@ -1751,7 +1751,8 @@ def sites_charge_the_noise_of_all(patch: Patch) -> None:
 
 def other_sites_know_nothing(patch: Patch) -> None:
     """Their own noise is counted as if it were a secret to them."""
-    around(patch, silos.Site, "_events", lambda original, self, left: original(self, 3))
+    against = silos.against_sums
+    patch.setattr(silos, "against_sums", lambda plan, steps, left: against(plan, steps, 3))
 
 
 def sites_share_the_key_of_their_noise(patch: Patch) -> None:
@@ -1786,4 +1787,4 @@ def messages_are_rounded_to_float32(patch: Patch) -> None:
         found = original(self, release)
         return {name: value.float() for name, value in found.items()}
 
-    around(patch, silos._Message, "spread", spread)
+    around(patch, silos.Message, "spread", spread)

@@ -9,8 +9,6 @@ then left, is in `Site.statement`. How messages travel is left to others; `train
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,15 +28,18 @@ from dpbnn.networks import training_mode
 from dpbnn.posteriors import Posterior
 from dpbnn.posteriors.evaluate import unfused_attention
 from dpbnn.priors import Gaussian, Prior
-from dpbnn.privacy import accountants
-from dpbnn.privacy.checks import check_count, round_up
-from dpbnn.privacy.events import Event
-from dpbnn.privacy.group import Group, Shares
+from dpbnn.privacy.checks import check_count
+from dpbnn.privacy.group import Group
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan
-from dpbnn.privacy.relation import Relation
-from dpbnn.privacy.sampling import FullBatch, Poisson, Sampler
-from dpbnn.privacy.schedule import scaled
+from dpbnn.privacy.sites import (
+    Message,
+    OneOfSeveral,
+    against_sums,
+    check_sites,
+    said_of_sums,
+    site_plan,
+)
 from dpbnn.privacy.statement import PrivacyStatement
 from dpbnn.resume import FAILED
 from dpbnn.rows import checked_rows
@@ -48,38 +49,6 @@ from dpbnn.training import _random_state, _Run, check_kinds
 __all__ = ["Site", "train"]
 
 _METHODS = (SEP, VI, SGD)
-_NOISE = 2.0**24  # steps of the grid that noise stays within: 16 standard deviations
-
-
-class _OneOfSeveral(Group):
-    """A process that makes releases of its own, on a ledger of its own, beside others that do."""
-
-    def check_alone(self) -> None:
-        """Let others be there: what they release is no part of this site's releases."""
-
-
-@dataclasses.dataclass
-class _Message(Shares):
-    """The contributions of a site's batch, whose noised sum stays whole numbers of the grid.
-
-    Attributes:
-        sites: how many messages are added up.
-    """
-
-    sites: int = 1
-
-    def check_range(self, steps: float) -> None:
-        """Raise where float64 would not add up all messages exactly."""
-        super().check_range(self.sites * (steps + _NOISE))
-        if self.added_in is not torch.float64:
-            raise ValueError(
-                "noise_multiplier: too small for messages that are added up exactly; use more "
-                "noise or smaller batches"
-            )
-
-    def spread(self, release: Any) -> dict[str, Tensor]:
-        """Return the release as it is, in float64."""
-        return dict(release)
 
 
 class Site:
@@ -95,12 +64,7 @@ class Site:
     nobody, so that the others do not know who is in them.
 
     Who sees the sums of messages alone meets more noise: that of all sites but those whose noise it
-    knows, and but those who added none (`statement`). All messages lie on one public grid of
-    spacing g and are added exactly. A rounded Gaussian has the chances of a density, of Gaussian
-    plus uniform noise on (-g, 0), at the points of the grid, up to exp(-2 pi^2 4^19). A sum of k of
-    them has those of Gaussian plus k uniforms; that is the Gaussian of the sum, plus k - 1
-    uniforms, rounded down. So it is post-processing of the Gaussian mechanism, and the sensitivity
-    is the clip, since a record is at one site.
+    knows, and but those who added none (`statement`). `dpbnn.privacy.sites` has the argument.
 
     Args:
         model: as in `fit`, the same at all sites.
@@ -143,10 +107,10 @@ class Site:
             raise ValueError("method and plan: sites train by SEP, VI or SGD, on a plan of all")
         check_kinds(model=model, plan=plan, prior=prior, ledger=ledger)
         records = tuple(int(count) for count in records)
-        _check_sites(plan, site, records)
+        check_sites(plan, site, records)
         self.site, self.records, self.seed, self.plan = site, records, seed, plan
         settled, clip = method.settled(plan)
-        own = _site_plan(settled, records[site], len(records))
+        own = site_plan(settled, records[site], len(records))
         prior = Gaussian(1.0) if prior is None else prior
         likely = likelihoods.likelihood(likelihood) if isinstance(likelihood, str) else likelihood
         if not method.own_noise and likelihoods.full(likely).with_learned_noise() is not None:
@@ -168,7 +132,7 @@ class Site:
             self._run = _Run(
                 method, problem, method.start(problem), own, clip, watch, rows,
                 ledger=ledger, resume=False, every=settled.steps + 1, debug_seed=seeded,
-                seed=seed, group=_OneOfSeveral(),
+                seed=seed, group=OneOfSeveral(),
             )  # fmt: skip
         self.agreed = {
             "method": digest((method, clip), b""),
@@ -212,7 +176,7 @@ class Site:
                     contributions = run.process.contribute(state, x, y)
                 yield contributions
 
-            share = _Message(batch, run.like, contributed, Group(), sites=len(self.records))
+            share = Message(batch, run.like, contributed, Group(), sites=len(self.records))
             sums = run.gate(share, noise_multiplier=sigma, keep=keep, records=batch)
             run.watch.contributed()
         self._waiting = state, {name: value.shape for name, value in sums.items()}
@@ -252,13 +216,16 @@ class Site:
         """
         run, sites = self._run, len(self.records)
         if knowing is None:
-            return run.gate.statement(delta=self.plan.delta, caveats=self._views())
+            views: tuple[str, ...] = ()
+            if run.gate.noise.private and self.plan.private and self.step:
+                views = said_of_sums(run.plan, self.step, sites)
+            return run.gate.statement(delta=self.plan.delta, caveats=views)
         check_count(0, knowing=knowing)
         if knowing >= sites:
             raise ValueError(f"knowing={knowing}: there are {sites - 1} other sites")
         left = sites - knowing
         return PrivacyStatement.of(
-            self._events(left),
+            against_sums(run.plan, self.step, left),
             delta=self.plan.delta,
             relation=self.plan.relation,
             debug=not run.gate.noise.private,
@@ -266,29 +233,6 @@ class Site:
                 f"holds against who sees sums over all {sites} sites and nothing else of a step, "
                 f"where {left} of them, this one included, add their noise and keep it secret",
             ),
-        )
-
-    def _events(self, left: int) -> list[Event]:
-        """Return this run's releases with the noise of so many sites."""
-        made = self._run.sigmas[: self.step]
-        runs = [(sigma, len(list(same))) for sigma, same in itertools.groupby(made)]
-        sampler = self._run.plan.sampler
-        return [sampler.event(math.sqrt(left) * sigma, count) for sigma, count in runs]
-
-    def _views(self) -> tuple[str, ...]:
-        sites = len(self.records)
-        if not (self._run.gate.noise.private and self.plan.private and self.step):
-            return ()
-        chosen = accountants.accountant(self.plan.accountant)
-        epsilon = [
-            round_up(chosen.epsilon(self._events(left), self.plan.delta, self.plan.relation))
-            for left in (sites, sites - 1)
-        ]
-        return (
-            f"this is one of {sites} sites; epsilon holds against who collects its messages, and "
-            f"against all other sites together, whatever noise they add",
-            f"where all sites add their noise, and messages are seen by nobody but added up, this "
-            f"run has epsilon {epsilon[0]} against others, and {epsilon[1]} against one other site",
         )
 
     def posterior(self) -> Posterior:
@@ -322,36 +266,3 @@ def train(site: Site, group: Group) -> Posterior:
         site.apply(group.spread(group.sum(site.message())))
     site.check_same(group)
     return site.posterior()
-
-
-def _check_sites(plan: Plan, site: int, records: tuple[int, ...]) -> None:
-    if len(records) < 2 or not 0 <= site < len(records) or min(records) < 1:
-        raise ValueError(
-            f"site={site}, records={records}: give the numbers of records of two or more sites, "
-            f"each at least 1, and which of them this one is"
-        )
-    if sum(records) != plan.n:
-        raise ValueError(
-            f"the plan is for n={plan.n} records and the sites have {sum(records)}; plan with "
-            f"n={sum(records)}"
-        )
-    known = isinstance(plan.sampler, Poisson | FullBatch) and not plan.sampler.unit
-    if not known or plan.relation is not Relation.ZERO_OUT or plan.beside:
-        raise ValueError(
-            "plan: sites draw records by Poisson or full-batch sampling, under zero-out, with "
-            "nothing beside; plan with the defaults"
-        )
-
-
-def _site_plan(plan: Plan, records: int, sites: int) -> Plan:
-    """Return the plan of a site: its share of every batch, and of the noise."""
-    own: Sampler = FullBatch(records)
-    if isinstance(plan.sampler, Poisson):
-        own = Poisson(records, plan.batch_size * records / plan.n)
-    noise = scaled(plan.noise_multipliers, 1 / math.sqrt(sites))
-    made = dataclasses.replace(plan, sampler=own, noise_multipliers=noise, target_epsilon=None)
-    if not plan.private:
-        return made
-    chosen = accountants.accountant(plan.accountant)
-    epsilon = chosen.epsilon(made.events, plan.delta, plan.relation)
-    return dataclasses.replace(made, epsilon=epsilon)

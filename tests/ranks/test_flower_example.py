@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-FILE = Path(__file__).parent.parent / "examples" / "flower_sites.py"
+FILE = Path(__file__).parents[2] / "examples" / "flower_sites.py"
 
 
 def example():

@@ -1,14 +1,13 @@
 """Sites with their own data, ledgers and noise: one model, and what each of them can see."""
 
 import math
-import sys
-from pathlib import Path
 
 import broken_versions as broken
 import pytest
 import torch
 from false_alarms import LEVEL
 from scipy import stats
+from together import together
 from twins import fails_on, twins_of
 
 import dpbnn
@@ -16,9 +15,6 @@ from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.group import Group
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.silos import Site, train
-
-sys.path.insert(0, str(Path(__file__).parent / "ranks"))
-from together import together
 
 RECORDS = (17, 11, 20)
 N = sum(RECORDS)
