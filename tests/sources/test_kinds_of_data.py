@@ -265,6 +265,7 @@ class Unsized(Dataset):
         (lambda: values()[0], "give a pair"),
         (lambda: Named(), "target: missing"),
         (lambda: {"a": values()[0]}, "target: missing"),
+        (lambda: {"train": Columns(), "test": Columns()}, "is a mapping of datasets"),
         (lambda: dpbnn.DataSource(Named(), ["nothing"], "label"), "are no columns"),
         (lambda: dpbnn.DataSource(Named(), ["label"], "label"), "hold the target"),
         (lambda: dpbnn.DataSource(values(), target="y"), "name columns"),

@@ -118,6 +118,11 @@ def _refuse(data: Any) -> None:
             f"data: is {type(data).__name__}, which has no records by number; {_OURS}; give a "
             f"Dataset with __len__ and __getitem__"
         )
+    if isinstance(data, Mapping) and any(hasattr(part, "column_names") for part in data.values()):
+        raise ValueError(
+            f"data: is a mapping of datasets, {quoted(list(data)[:4])}; give one of them, such as "
+            f"data=datasets['train']"
+        )
 
 
 def _source(given: DataSource, on_bad_rows: str) -> Source:
