@@ -35,7 +35,7 @@ from dpbnn.privacy.noise import NoiseSource
 from dpbnn.ranks import Ranks
 
 BATCH = 32
-WIDTHS, BATCHES, SHARDS = (200, 400, 800, 1600), (16, 64, 256), (1, 4, 8)
+WIDTHS, BATCHES, SHARDS = (200, 800, 1600), (16, 128), (1, 4, 8)
 Seen = dict[str, float]
 Work = tuple[Callable[[], torch.nn.Module], Callable[[int], Any], int, int]
 """What a group trains: the network, rows by number, records of a rank, shards."""
@@ -134,6 +134,7 @@ def noise_of(numbers: int) -> float:
 def fit_model(rounds: int, steps: int) -> None:
     """Fit seconds of a step to public numbers; print the terms and how far points are off."""
     points: list[tuple[int, int, int, int, float]] = []
+    print("parameters, records a rank, shards, ranks, processor time of a step in s")
     for h in WIDTHS:
         model, d = width(h)
         for batch in BATCHES:
@@ -141,6 +142,7 @@ def fit_model(rounds: int, steps: int) -> None:
                 job: Work = (model, images, batch, shards)
                 runs = [group(job, size, steps)["processor"] for _ in range(rounds)]
                 points.append((d, batch, shards, size, statistics.median(runs)))
+                print(*points[-1], flush=True)
     terms = ["a step", "a shard", "a record", "a record and parameter", "a shard and parameter",
              "a parameter"]  # fmt: skip
 
