@@ -29,9 +29,11 @@ from dpbnn import (
     checkpoint,
     messages,
     networks,
+    rank_rows,
     ranks,
     resume,
     rows,
+    silos,
     storage,
     training,
     units,
@@ -757,7 +759,7 @@ def keys_never_move_on(patch: Patch) -> None:
 
 
 def several_processes_train_at_once(patch: Patch) -> None:
-    for module in (gate, ranks):
+    for module in (group, ranks):
         patch.setattr(module, "check_one_process", lambda: None)
 
 
@@ -1651,3 +1653,138 @@ def large_batches_lose_their_rest(patch: Patch) -> None:
         return self
 
     patch.setattr(CapturedStep, "load", first_part_alone)
+
+
+# 63: ranks that own rows
+
+
+def owners_draw_from_their_own_records(patch: Patch) -> None:
+    """Every rank draws a whole batch of its own rows, at a higher rate than is accounted for."""
+
+    def batches(original, self):
+        first, last = self.group.starts[self.group.rank : self.group.rank + 2]
+        own = Poisson(last - first, self.plan.batch_size)
+        for batch in own.batches(self.plan.steps, key=self.keys.sampling):
+            yield batch + first
+
+    def patched(original, self):
+        return batches(original, self) if self.group.starts else original(self)
+
+    around(patch, resume.Run, "batches", patched)
+
+
+def a_step_without_records_of_rank_0_is_skipped(patch: Patch) -> None:
+    """What other ranks have added up is dropped where rank 0 has no record in the batch."""
+
+    def total(original, self, *args):
+        sums = original(self, *args)
+        own = self.group.shard_of(self.records) == 0
+        return sums if own.any() else {name: 0 * value for name, value in sums.items()}
+
+    around(patch, group.Shares, "total", total)
+
+
+def owners_begin_at_the_same_number(patch: Patch) -> None:
+    """A rank takes a record for every number that it has one for, be it another rank's."""
+
+    def shard_of(original, self, records):
+        if not self.starts:
+            return original(self, records)
+        first, last = self.starts[self.rank : self.rank + 2]
+        return torch.where(records % max(1, last - first) >= 0, self.rank, self.rank)
+
+    def ahead(original, self, batches, seed):
+        if not self.group.starts:
+            yield from original(self, batches, seed)
+            return
+        for batch in batches:
+            numbers = batch % max(1, len(self.rows))
+            self._read = batch, self.rows.take(numbers)
+            yield batch
+
+    around(patch, group.Group, "shard_of", shard_of)
+    around(patch, rank_rows.RankRows, "ahead", ahead)
+
+
+def nobody_asks_whether_two_own_the_same(patch: Patch) -> None:
+    drawn = iter(range(10**6))
+    name = rank_rows._bytes
+    patch.setattr(
+        rank_rows, "_bytes", lambda identity: name((identity, next(drawn), dist.get_rank()))
+    )
+
+
+def every_owner_has_n_records(patch: Patch) -> None:
+    """The plan's number is compared with that of a rank, not with that of all."""
+
+    def numbered(original, group, source, counts, n):
+        original(group, source, counts, None)
+        assert n in (None, len(source))
+
+    around(patch, rank_rows, "_number", numbered)
+    nobody_asks_whether_two_own_the_same(patch)
+
+
+def rank_0_speaks_for_the_rows_of_all(patch: Patch) -> None:
+    """What may change, and what has changed, is asked of the rows of rank 0 alone."""
+
+    def rows(original, given, *args):
+        found = original(given, *args)
+        if isinstance(found, rank_rows.RankRows) and given.starts:
+            length = found.identity[1]
+            found.identity = found.identity[:2] if not given.rank else ("owned", length)
+            found.fixed = bool(given.spread(torch.tensor([found.rows.fixed]))[0])
+        return found
+
+    around(patch, training, "over_ranks", rows)
+
+
+# 64: sites that add their own noise
+
+
+def sites_charge_the_noise_of_all(patch: Patch) -> None:
+    def event(original, self, sigma, *args):
+        return original(self, math.sqrt(3) * sigma, *args)
+
+    around(patch, Gate, "_event", event)
+
+
+def other_sites_know_nothing(patch: Patch) -> None:
+    """Their own noise is counted as if it were a secret to them."""
+    against = silos.against_sums
+    patch.setattr(silos, "against_sums", lambda plan, steps, left: against(plan, steps, 3))
+
+
+def sites_share_the_key_of_their_noise(patch: Patch) -> None:
+    patch.setattr(resume.Run, "_noise", lambda self: NoiseSource.from_key(b"k" * 32, self.step))
+
+
+def sites_share_the_key_of_their_batches(patch: Patch) -> None:
+    new = checkpoint.Keys.new
+    alike = classmethod(lambda cls: dataclasses.replace(new(), sampling=b"k" * 32))
+    patch.setattr(checkpoint.Keys, "new", alike)
+
+
+def messages_are_charged_when_they_are_sent(patch: Patch) -> None:
+    spend = Gate.reserve
+
+    def reserve(original, self, count, sigma=None):
+        self._reserved.extend([self._sigma(sigma)] * count)
+
+    def call(original, self, *args, **options):
+        release = original(self, *args, **options)
+        spend(self, 1, options["noise_multiplier"])
+        return release
+
+    around(patch, Gate, "reserve", reserve)
+    around(patch, Gate, "__call__", call)
+
+
+def messages_are_rounded_to_float32(patch: Patch) -> None:
+    """What a message loses depends on its own sum and noise, not on those of all sites."""
+
+    def spread(original, self, release):
+        found = original(self, release)
+        return {name: value.float() for name, value in found.items()}
+
+    around(patch, silos.Message, "spread", spread)

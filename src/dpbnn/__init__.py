@@ -66,6 +66,7 @@ _EXPORTS = {
     "dpbnn.privacy.statement": ("PrivacyStatement",),
     "dpbnn.reproduce.dp_bbb": ("compare_passes",),
     "dpbnn.runs": ("load_run",),
+    "dpbnn.silos": ("Site",),
     "dpbnn.sources": ("DataSource",),
     "dpbnn.training": ("fit", "load"),
 }
@@ -150,5 +151,6 @@ if TYPE_CHECKING:
     from dpbnn.privacy.statement import PrivacyStatement
     from dpbnn.reproduce.dp_bbb import compare_passes
     from dpbnn.runs import load_run
+    from dpbnn.silos import Site
     from dpbnn.sources import DataSource
     from dpbnn.training import fit, load

@@ -36,6 +36,7 @@ from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.relation import check_same
 from dpbnn.progress import deferred_interrupt, progress_bar
+from dpbnn.rank_rows import RankRows
 from dpbnn.ranks import check_same_state, in_step
 from dpbnn.rows import Rows, StreamedRows
 
@@ -59,7 +60,7 @@ class Run(ABC):
     plan: Plan
     clip: float | dict[str, float]
     watch: Watch
-    rows: Rows | StreamedRows
+    rows: Rows | StreamedRows | RankRows
     ledger: Ledger | None
     resume: bool
     every: int

@@ -30,7 +30,7 @@ from dpbnn.sources import (
 )
 from dpbnn.units import Units
 
-__all__ = ["Rows", "StreamedRows", "checked_rows"]
+__all__ = ["Rows", "StreamedRows", "checked_rows", "each"]
 
 _PIECE = 1 << 22  # bytes that are looked at at once
 _RECORDS = 1 << 10  # records of a dataset, likewise
@@ -84,13 +84,13 @@ class Rows:
 
     def none(self) -> tuple[Any, Tensor]:
         """Return the inputs and targets of no record at all."""
-        return _each(self.x, lambda part: part[:0]), self.y[:0]
+        return each(self.x, lambda part: part[:0]), self.y[:0]
 
     def take(self, records: Tensor) -> tuple[Any, Tensor, Tensor | None]:
         """Return inputs and targets of a batch, and which of its records count."""
         at = records.to(self.device)
         keep = None if self.kept is None else self.kept[at]
-        return _each(self.x, lambda part: part[at]), self.y[at], keep
+        return each(self.x, lambda part: part[at]), self.y[at], keep
 
     def ahead(self, batches: Iterator[Tensor], seed: int) -> Iterator[Tensor]:
         """Yield batches, some of which may be read before they are taken."""
@@ -100,7 +100,8 @@ class Rows:
         """Raise where batches of so many records do not fit into memory."""
 
 
-def _each(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def each(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return inputs of any kind with every part changed."""
     if isinstance(x, Tensor):
         return change(x)
     if isinstance(x, dict):
@@ -156,7 +157,7 @@ def checked_rows(
                 kept_y = _like(y, len(source), device)
             for place, part in zip((*kept_x, kept_y), (*x, y), strict=True):
                 place[start:stop] = part
-        elif hashed and not whole and source.fixed:
+        elif hashed and not whole:
             for part in (*x, y, bad):
                 digest.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
     found.refuse()

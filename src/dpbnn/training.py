@@ -32,14 +32,15 @@ from dpbnn.priors import Gaussian, Prior
 from dpbnn.privacy.bayesian import BayesianAccountant, given_observers
 from dpbnn.privacy.checks import check_count, checked_unit, first_line, quoted
 from dpbnn.privacy.events import check_one_unit
-from dpbnn.privacy.group import Group, Shares
+from dpbnn.privacy.group import Shares
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.statement import PrivacyStatement
 from dpbnn.privacy.units import by_unit as counted_by
+from dpbnn.rank_rows import RankRows, alone, over_ranks
 from dpbnn.ranks import joined
 from dpbnn.resume import FAILED, Run
-from dpbnn.rows import checked_rows
+from dpbnn.rows import Rows, StreamedRows, checked_rows
 from dpbnn.threads import threads, threads_for
 from dpbnn.units import Units
 
@@ -138,8 +139,8 @@ def fit(
         plan = counted_by(plan, checked_unit(unit) or "person")
         check_one_unit(plan.events)
     elif plan.sampler.unit:
-        raise ValueError(f"units: missing, and the plan counts {plan.sampler.unit}s; say whose "
-                         f"record each one is")  # fmt: skip
+        counted = f"units: missing, and the plan counts {plan.sampler.unit}s"
+        raise ValueError(f"{counted}; say whose record each one is")
     check_count(0, tuning_runs=tuning_runs)
     prior = Gaussian(1.0) if prior is None else prior
     likely = likelihoods.likelihood(likelihood) if isinstance(likelihood, str) else likelihood
@@ -151,7 +152,7 @@ def fit(
     settled, clip = method.settled(plan)
     with _random_state(seed), unfused_attention(), joined() as group:
         if not method.over_ranks or observers:
-            group = _alone(group, type(method).__name__ if not observers else "observers=")
+            group = alone(group, type(method).__name__ if not observers else "observers=")
         network = taken(model)
         if device is not None:
             network = network.to(device)
@@ -167,6 +168,7 @@ def fit(
         place = next(network.parameters()).device
         size = plan.n if plan.relation.public_size else None
         if units is not None:
+            group = alone(group, "units=")
             if torch.is_autocast_enabled(place.type):
                 raise ValueError("units: are clipped in full precision; leave torch.autocast out")
             owners = Units.of(
@@ -174,11 +176,13 @@ def fit(
             )
             owners.check(data)
             size = None if size is None else len(owners.order)
-        rows = checked_rows(data, network, likely, size, place, on_bad_rows, out is not None)
-        if units is not None:
-            rows = rows.by_unit(owners)
-        if units is not None or rows.x is None:
-            group = _alone(group, "units=" if units is not None else "data read batch by batch")
+
+        def own_rows(own: Any, n: int | None) -> Rows | StreamedRows:
+            hashed = out is not None or group.size > 1
+            rows = checked_rows(own, network, likely, n, place, on_bad_rows, hashed)
+            return rows if units is None else rows.by_unit(owners)
+
+        rows = over_ranks(group, data, size, on_bad_rows, own_rows)
         rows.check_batches(settled.sampler.most(0))
         watch.check()
         problem = Problem(
@@ -273,15 +277,6 @@ def check_kinds(**given: Any) -> None:
             ) from None
 
 
-def _alone(group: Group, what: str) -> Group:
-    if group.size > 1:
-        raise ValueError(
-            f"{what}: works in one process, and {group.size} were started together; start one, or "
-            f"use SGD, SGLD, SGHMC, BBP, VI or MCDropout without observers"
-        )
-    return Group()
-
-
 def _learned_noise(network: nn.Module, start: float) -> nn.Module:
     last = [m for m in network.modules() if isinstance(m, nn.Linear)]
     if not last:
@@ -309,6 +304,8 @@ class _Run(Run):
         size = sum(p.numel() for p in self.process.model.parameters())
         small = threads_for(self.plan.batch_size, size, arguments(self.rows.none()[0])[0].shape[1:])
         one = self._shared if self.group.shards > 1 else self._one
+        if self.group.shards > 1:
+            self.rows = RankRows.of(self.rows, self.group)
         batches = self.rows.ahead(
             self.batches(), self._seed(torch.default_generator.initial_seed())
         )
@@ -415,9 +412,8 @@ class _Run(Run):
                     contributions = self.process.contribute(state, x, y)
                 yield contributions
 
-        kept = self.rows.kept
-        keep = None if kept is None else kept[batch.to(kept.device)]
         shares = Shares(batch, self.like, contributed, self.group)
+        keep = self.rows.keep(batch)  # type: ignore[union-attr]
         release = self.gate(shares, noise_multiplier=sigma, keep=keep, records=batch)
         self.watch.contributed()
         self.state = self.process.update(state, release)

@@ -1,9 +1,10 @@
 """Runs over ranks that are killed at any moment and started again, on other numbers of ranks.
 
-    python tests/ranks/killed_runs.py 200 [seed]
+    python tests/ranks/killed_runs.py 200 [seed] [owned]
 
 kills so many processes by SIGKILL and prints what was found. Every release that rank 0 is about to
-make is first written to a log: its key and a digest of the sum.
+make is first written to a log: its key and a digest of the sum. With "owned" every rank has rows of
+its own, and a run is started again on the same number of ranks.
 """
 
 import hashlib
@@ -21,6 +22,7 @@ import torch
 from small_runs import dataset, fit, numbers, plan
 from together import DEADLINE, begun, ended
 
+import dpbnn
 from dpbnn import checkpoint
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
@@ -34,8 +36,11 @@ WRONG = (
 )
 
 
-def worker(folder, secret):
-    """Return what one rank does: train, with releases logged, and return all numbers."""
+def worker(folder, secret, owners=0):
+    """Return what one rank does: train, with releases logged, and return all numbers.
+
+    Where there are owners every rank has a part of the rows, of uneven sizes.
+    """
 
     chosen = plan(steps=STEPS)
 
@@ -67,8 +72,12 @@ def worker(folder, secret):
             patch.setattr(checkpoint.Keys, "new", classmethod(keys))
             out = folder / "run"
             resume = (out / "checkpoint.safetensors").exists()
+            data = dataset()
+            if owners:
+                data = tuple(part.tensor_split([5, 20][: owners - 1])[rank] for part in data)
+                data = dpbnn.DataSource(data, owned=True)
             posterior = fit(
-                "sgld", dataset(), plan=chosen, out=out, resume=resume,
+                "sgld", data, plan=chosen, out=out, resume=resume,
                 checkpoint_every=EVERY,
             )  # fmt: skip
         (folder / "done").touch()
@@ -105,24 +114,26 @@ def moment(draw, folder):
     time.sleep(draw.choice([0.0, draw.uniform(0.0, 0.03)]))
 
 
-def killed(kills, seed, folder):
+def killed(kills, seed, folder, owned=False):
     """Kill ranks of runs at random moments until so many are dead; return counts."""
     draw, found, dead, run = random.Random(seed), Counter(), 0, 0
-    reference: dict[bytes, torch.Tensor] = {}
+    reference: dict[tuple[bytes, int], torch.Tensor] = {}
     while dead < kills:
         run += 1
         here, secret = folder / f"run {run}", bytes([run % 4]) * 8
         here.mkdir()
-        if secret not in reference:
-            alone = folder / f"reference {run % 4}"
-            alone.mkdir()
-            left = ended(begun(1, worker(alone, secret), alone / "group"), alone / "group")
-            reference[secret] = left[0][0]
+        owners = draw.choice([2, 3]) if owned else 0
+        if (secret, owners) not in reference:
+            whole = folder / f"reference {run % 4} {owners}"
+            whole.mkdir()
+            work = worker(whole, secret, owners)
+            left = ended(begun(owners or 1, work, whole / "group"), whole / "group")
+            reference[secret, owners] = left[0][0]
         attempt = 0
         while True:
             attempt += 1
-            size, group = draw.choice([1, 2, 2, 3, 4]), here / f"group {attempt}"
-            children = begun(size, worker(here, secret), group)
+            size, group = owners or draw.choice([1, 2, 2, 3, 4]), here / f"group {attempt}"
+            children = begun(size, worker(here, secret, owners), group)
             if dead < kills and attempt <= 6:
                 moment(draw, here)
                 os.kill(draw.choice(children), signal.SIGKILL)
@@ -141,7 +152,7 @@ def killed(kills, seed, folder):
                 break
         if len(whole) == size:
             charged = whole[0][1]["mechanisms"][0]["releases"]
-            same = torch.equal(whole[0][0], reference[secret])
+            same = torch.equal(whole[0][0], reference[secret, owners])
             kind = "the same model" if same else "another model, paid for by new noise"
             if not same and charged <= STEPS:
                 kind = "another model, not paid for"
@@ -153,5 +164,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         begin = time.monotonic()
-        print(killed(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0, Path(name)))
+        kills, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+        print(killed(kills, seed, Path(name), "owned" in sys.argv))
         print(f"{time.monotonic() - begin:.0f} s; every group within {DEADLINE:.0f} s")

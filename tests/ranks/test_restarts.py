@@ -81,9 +81,10 @@ def test_refusals_of_rank_0_reach_all_ranks(tmp_path):
         assert "of a run with other settings" in str(error)
 
 
-def test_a_few_kills(tmp_path):
+@pytest.mark.parametrize("owned", [False, True])
+def test_a_few_kills(owned, tmp_path):
     """The record of 200 kills is in docs/scaling.md."""
-    found = killed(3, 1, tmp_path)
+    found = killed(3, 1, tmp_path, owned)
     assert found["kills"] >= 3
     assert not any(found[name] for name in WRONG), found
 

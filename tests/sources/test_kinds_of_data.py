@@ -3,6 +3,7 @@
 import functools
 import math
 from collections import deque
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -265,6 +266,7 @@ class Unsized(Dataset):
         (lambda: values()[0], "give a pair"),
         (lambda: Named(), "target: missing"),
         (lambda: {"a": values()[0]}, "target: missing"),
+        (lambda: {"train": Columns(), "test": Columns()}, "is a mapping of datasets"),
         (lambda: dpbnn.DataSource(Named(), ["nothing"], "label"), "are no columns"),
         (lambda: dpbnn.DataSource(Named(), ["label"], "label"), "hold the target"),
         (lambda: dpbnn.DataSource(values(), target="y"), "name columns"),
@@ -281,6 +283,26 @@ def test_what_cannot_be_read_by_number_is_refused_in_a_line(data, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
         fitted(data())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux lists its pages")
+def test_pages_beside_a_record_are_not_read_while_a_run_reads_here_and_there(tmp_path):
+    def at_random():
+        """Whether the system was told so of the file's pages."""
+        parts = Path("/proc/self/smaps").read_text().split(str(tmp_path / "x.npy"))
+        return ["rr" in part.partition("VmFlags:")[2].split("\n")[0].split() for part in parts[1:]]
+
+    data = dpbnn.DataSource((memory_map(tmp_path), values()[1]), memory=STREAMED)
+    rows = checked_rows(
+        data, nn.Linear(4, 2), dpbnn.likelihoods.likelihood("categorical"), N,
+        torch.device("cpu"), "error",
+    )  # fmt: skip
+    assert at_random() == [False]
+    batches = rows.ahead(iter([torch.tensor([3, 5]), torch.tensor([7])]), 0)
+    next(batches)
+    assert at_random() == [True]
+    assert len([*batches]) == 1
+    assert at_random() == [False]
 
 
 def test_a_batch_above_the_limit_is_refused_before_anything_is_spent(tmp_path):

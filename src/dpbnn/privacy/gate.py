@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from dpbnn.privacy.checks import check_one_process
 from dpbnn.privacy.contracts import Auditor, Clippable, Replayed
 from dpbnn.privacy.events import Event, check_relation
 from dpbnn.privacy.group import Group, Shares
@@ -113,7 +112,7 @@ class Gate:
     ) -> None:
         self.group = Group() if group is None else group
         if self.group.size == 1:
-            check_one_process()
+            self.group.check_alone()
         if attempt is not None and noise is None:
             raise ValueError("attempt: goes with its noise; pass the source that it began with")
         self.clips = dict(clip) if isinstance(clip, Mapping) else {"": float(clip)}

@@ -16,9 +16,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from dpbnn.privacy.checks import check_one_process
 from dpbnn.privacy.contracts import Clippable
 
-__all__ = ["Group", "Shares", "shard_of"]
+__all__ = ["Group", "Shares"]
 
 T = TypeVar("T")
 _EXACT = 2.0**52  # steps of the grid up to which float64 adds whole numbers exactly
@@ -38,15 +39,28 @@ class Group:
         size: number of processes.
         shards: into how many parts every batch is divided, at least `size`. Sums depend on this
             number and not on the number of ranks; see `Shares`.
+        starts: where ranks own their records, the number of the first record of each, and that of
+            all records. Every rank is then one shard. Empty where all ranks have all records.
     """
 
     rank: int = 0
     size: int = 1
     shards: int = 1
+    starts: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
+
+    def check_alone(self) -> None:
+        """Raise where other processes would make releases beside a group of one."""
+        check_one_process()
 
     def mine(self) -> range:
         """Return the shards of this rank; every shard belongs to one rank."""
         return range(self.rank, self.shards, self.size)
+
+    def shard_of(self, records: Tensor) -> Tensor:
+        """Return the shard of every record: its owner, or its number modulo the shards."""
+        if not self.starts:
+            return records % self.shards
+        return torch.bucketize(records, torch.tensor(self.starts[1:]), right=True)
 
     def first(self, work: Callable[[], T]) -> T:
         """Let rank 0 do the work; all ranks get its result, or raise its error."""
@@ -69,11 +83,6 @@ class Group:
 
     def check_same(self, parts: Mapping[str, str]) -> None:
         """Raise on all ranks where one of them has another digest of a part than rank 0."""
-
-
-def shard_of(records: Tensor, shards: int) -> Tensor:
-    """Return the shard of every record: its number modulo the number of shards."""
-    return records % shards
 
 
 @dataclasses.dataclass
@@ -147,7 +156,7 @@ class Shares:
             keep: true or false for every record of the batch.
             sum_of: returns the clipped sum of contributions, given theirs of `keep`.
         """
-        shard = shard_of(self.records, self.group.shards)
+        shard = self.group.shard_of(self.records)
         kind = self.added_in if g else torch.float64
         parts = torch.zeros(self.numbers, dtype=kind, device=self.device)
         views = self._named(parts)

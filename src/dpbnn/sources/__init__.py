@@ -5,7 +5,7 @@ A source gives records by their numbers. It knows no network, and draws no batch
 
 from dpbnn.sources.bits import Bits
 from dpbnn.sources.opening import DataSource, opened, rows_of_arrays, without
-from dpbnn.sources.prefetch import ahead
+from dpbnn.sources.prefetch import ahead, seed_of
 from dpbnn.sources.source import Arrays, Block, Records, Source
 from dpbnn.sources.streamed import StreamedRows, filled
 
@@ -21,5 +21,6 @@ __all__ = [
     "filled",
     "opened",
     "rows_of_arrays",
+    "seed_of",
     "without",
 ]

@@ -47,6 +47,8 @@ class DataSource:
         fixed: whether a record is the same whenever it is read. That is known of arrays and tables;
             a dataset of one's own counts as not fixed: a run on it that is interrupted goes on with
             new noise and pays for it. True is the user's word that its records never change.
+        owned: under `torchrun`, whether these are rows of this process alone, which no other one
+            has. A record of two processes would count twice, and epsilon would be false.
     """
 
     data: Any
@@ -55,6 +57,7 @@ class DataSource:
     workers: int = 0
     memory: int = 2**30
     fixed: bool | None = None
+    owned: bool = False
     missing: int | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -84,9 +87,11 @@ def opened(data: Any, on_bad_rows: str) -> Source:
     """Return the data as records by number, or raise.
 
     Args:
-        data: what a `DataSource` takes, or one.
+        data: what a `DataSource` takes, or one; or what was opened already.
         on_bad_rows: as in `fit`; under "zero" cells that are no numbers count as NaN.
     """
+    if isinstance(data, Source):
+        return data
     given = data if isinstance(data, DataSource) else DataSource(data)
     _refuse(given.data)
     source = _source(given, on_bad_rows)
@@ -96,7 +101,7 @@ def opened(data: Any, on_bad_rows: str) -> Source:
             f"workers out"
         )
     source.memory, source.workers = int(given.memory), int(given.workers)
-    source.missing = given.missing
+    source.missing, source.owned = given.missing, bool(given.owned)
     source.fixed = source.fixed if given.fixed is None else given.fixed
     return source
 
@@ -112,6 +117,11 @@ def _refuse(data: Any) -> None:
         raise ValueError(
             f"data: is {type(data).__name__}, which has no records by number; {_OURS}; give a "
             f"Dataset with __len__ and __getitem__"
+        )
+    if isinstance(data, Mapping) and any(hasattr(part, "column_names") for part in data.values()):
+        raise ValueError(
+            f"data: is a mapping of datasets, {quoted(list(data)[:4])}; give one of them, such as "
+            f"data=datasets['train']"
         )
 
 

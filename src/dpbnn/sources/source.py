@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import mmap
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,6 +61,7 @@ class Source(ABC):
         fixed: whether a record is the same whenever it is read, so that noise may be drawn again.
         memory: bytes up to which the data may be copied whole.
         workers: processes that load records.
+        owned: whether these are records of this process alone, of several.
         missing: a record that is left out, for audits.
     """
 
@@ -70,6 +72,7 @@ class Source(ABC):
     fixed: bool = True
     memory: int = 2**30
     workers: int = 0
+    owned: bool = False
     missing: int | None = None
 
     @abstractmethod
@@ -92,6 +95,10 @@ class Source(ABC):
     def record_bytes(self) -> int:
         """Bytes of one record."""
         return max(1, sum(part.nbytes for part in self.parts))
+
+    def scattered(self) -> contextlib.AbstractContextManager[None]:
+        """Announce that records are read here and there, and not one after the other."""
+        return contextlib.nullcontext()
 
     def x(self, inputs: Sequence[Any]) -> Any:
         """Return inputs as the network takes them: a tensor, a tuple or a mapping."""
@@ -134,6 +141,24 @@ class Arrays(Source):
         """Return consecutive rows, those of tensors without a copy."""
         block = self._rows(slice(start, stop))
         return block if self.missing is None else self.left_out(block, np.arange(start, stop))
+
+    @contextlib.contextmanager
+    def scattered(self) -> Iterator[None]:
+        """Let the system read the pages of single rows of a memory map, and not their neighbours.
+
+        It reads 128 KB around a page otherwise, where a batch needs some rows of 50 GB.
+        """
+        maps = [getattr(array, "_mmap", None) for array in self.arrays]
+        maps = [one for one in maps if isinstance(one, mmap.mmap)]
+        wanted, usual = (getattr(mmap, f"MADV_{name}", None) for name in ("RANDOM", "NORMAL"))
+        for one in maps if wanted is not None else ():
+            one.madvise(wanted)
+        try:
+            yield
+        finally:
+            for one in maps if usual is not None else ():
+                with contextlib.suppress(ValueError):  # closed in the meantime
+                    one.madvise(usual)
 
     def _rows(self, rows: Any) -> Block:
         loaded = None if self.loaded is None else torch.from_numpy(self.loaded[rows])

@@ -105,9 +105,10 @@ class StreamedRows:
             batches: numbers of records.
             seed: of what records draw.
         """
-        for ready in ahead(self.source, batches, seed, self._made):
-            self._ready = ready
-            yield ready[0]
+        with self.source.scattered():
+            for ready in ahead(self.source, batches, seed, self._made):
+                self._ready = ready
+                yield ready[0]
         self._ready = None
 
     def _made(self, records: Tensor, block: Block) -> tuple[list[Tensor], Tensor, Tensor]:
