@@ -13,7 +13,7 @@ from sklearn.base import BaseEstimator, clone
 from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from dpbnn import training
+from dpbnn import fit_arguments
 from dpbnn.calibration import tempered
 from dpbnn.data.schema import Schema
 from dpbnn.data.standardising import Standardisation
@@ -372,7 +372,7 @@ class PrivateBayes(BaseEstimator):
         check_positive(**{name: getattr(self, name) for name in names})
         check_count(samples=0 if self.samples is None else self.samples)
         check_count(0, tuning_runs=self.tuning_runs)
-        training.check_kinds(prior=self.prior, device=self.device)
+        fit_arguments.check_kinds(prior=self.prior, device=self.device)
         self._widths()
         book = None if self.epsilon is None else self._given_ledger()
         if book is not None and not book.relation.public_size:

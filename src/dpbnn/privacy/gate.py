@@ -22,7 +22,8 @@ from dpbnn.privacy.ledger import Attempt, Ledger
 from dpbnn.privacy.mechanisms import GaussianNoise, Mechanism
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.precision import UNKNOWN, Precision, precision_of
-from dpbnn.privacy.units import Groups, check_units, unit_norms
+from dpbnn.privacy.slices import PartOfNoise, SlicedShares, Slices
+from dpbnn.privacy.units import Groups, check_keep, check_units, unit_norms
 
 if TYPE_CHECKING:
     from dpbnn.privacy.sampling import Sampler
@@ -70,7 +71,8 @@ class Gate:
 
     Over several processes the group's rank 0 charges the ledger, and no rank computes anything of a
     release before it was told so; rank 0 alone adds noise, once, to the sum over all ranks. The
-    others get the release.
+    others get the release. Of a sharded network each rank sums, noises and keeps its own rows, with
+    its own part of one stream of noise (`dpbnn.privacy.slices`).
 
     With clip=inf and noise_multiplier=0 the gate is open: what passes is not private, and the
     ledger and the statement say so.
@@ -112,6 +114,7 @@ class Gate:
         group: Group | None = None,
     ) -> None:
         self.group = Group() if group is None else group
+        self.slices: Slices | None = None  # of this rank, while sums are spread over ranks
         if self.group.size == 1:
             check_one_process()
         if attempt is not None and noise is None:
@@ -207,12 +210,13 @@ class Gate:
         """
         sigma = self._sigma(noise_multiplier)
         self._check_size(check_units(units, contributions.batch_size, self.sampler, self._watchers))
-        _check_keep(keep, contributions.batch_size, self.ledger.relation.public_size)
+        check_keep(keep, contributions.batch_size, self.ledger.relation.public_size)
         self._groups(contributions.shapes)
         self.mechanism.check(contributions.shapes)
         if mean and self.sampler is None:
             needs = "needs a sampler, whose expected batch size divides the sum"
             raise ValueError(f"mean=True: {needs}")
+        self.slices = getattr(contributions, "slices", None)
         with self._mine():
             self._precision = self._precision_of(contributions, sigma, units, most_rows)
             if not self._reserved:
@@ -237,11 +241,11 @@ class Gate:
                     keep = masked if keep is None else keep & masked.to(keep.device)
             sums = self._summed(contributions, keep, norms, units)
             release: dict[str, Tensor] = {}
-            if not self.group.rank and self._auditor is None:
+            if sums and self._auditor is None:
                 release = self._noised(sums, sigma)
-            elif not self.group.rank and self._auditor is not None:
+            elif sums and self._auditor is not None:
                 release = self._auditor.release(self, self._event(sigma, 1, step), sums)
-            if isinstance(contributions, Shares):
+            if isinstance(contributions, Shares) and self.slices is None:
                 release = contributions.spread(release)
             elif isinstance(contributions, Replayed):
                 release = contributions.released(release)
@@ -264,7 +268,10 @@ class Gate:
             drawn = self._precision.dtype
             if drawn is torch.float64:
                 sums = {name: value.double() for name, value in sums.items()}
-            self._mechanism(sigma).add(sums, self.clip, drawn, self.noise)
+            source: Any = self.noise
+            if self.slices is not None:
+                source = PartOfNoise(self.noise, self.slices)
+            self._mechanism(sigma).add(sums, self.clip, drawn, source)
         return sums
 
     def _precision_of(
@@ -293,6 +300,8 @@ class Gate:
         if isinstance(contributions, Shares):
             if units is not None:
                 raise ValueError("units: are for contributions of one process")
+            if isinstance(contributions, SlicedShares):
+                return contributions.total_of_rows(self._precision.step, keep, self._kept)
             sum_of = functools.partial(self._clipped_sum, norms=norms)
             return contributions.total(self._precision.step, keep, sum_of)
         if self.group.size > 1:
@@ -319,9 +328,7 @@ class Gate:
             rows, first = slice(first, first + chunk.batch_size), first + chunk.batch_size
             part = None if keep is None else keep[rows].to(chunk.device)
             own = () if units is None else (Groups.of_rows(units[rows], part, chunk.device),)
-            w = self._weights(chunk, *own)
-            if part is not None:
-                w = w * part if isinstance(w, Tensor) else {n: v * part for n, v in w.items()}
+            w = self._kept(chunk, part, *own)
             if self._watchers:
                 norms.append(_clipped_norms(chunk, w))
             for name, value in chunk.weighted_sum(w).items():
@@ -349,6 +356,13 @@ class Gate:
         if left := sorted(set(names) - set(taken)):
             raise ValueError(f"clip: {left} belong to no group; add a group for them")
         return groups
+
+    def _kept(self, chunk: Clippable, keep: _Rows, *units: Groups) -> Tensor | dict[str, Tensor]:
+        """Return the clip factor of every example that counts, 0 for others."""
+        w = self._weights(chunk, *units)
+        if keep is None:
+            return w
+        return w * keep if isinstance(w, Tensor) else {n: v * keep for n, v in w.items()}
 
     def _weights(self, chunk: Clippable, units: Groups | None = None) -> Tensor | dict[str, Tensor]:
         """Return the clip factor of every example, by released name where there are groups."""
@@ -418,14 +432,6 @@ class Gate:
                 f"sampling of n={self.sampler.n} has {wanted}; "
                 f"draw batches with sampler.batches(...), or pass sampler=None to the gate"
             )
-
-
-def _check_keep(keep: Tensor | None, size: int, public: bool) -> None:
-    if keep is None or (keep.dtype is torch.bool and keep.shape == (size,)):
-        return
-    given = f"is a tensor of {keep.dtype} and shape {tuple(keep.shape)}" if public else "is wrong"
-    of = f"each of {size} examples" if public else "each example"  # how many may be a secret
-    raise ValueError(f"keep: {given}; give one of true or false for {of}")
 
 
 def _factor(norms: Tensor, clip: float) -> Tensor:

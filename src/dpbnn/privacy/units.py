@@ -247,3 +247,12 @@ def check_units(
     if watchers:
         raise ValueError("units: observers estimate for single records; leave them out")
     return len(_starts(units)) - 1
+
+
+def check_keep(keep: Tensor | None, size: int, public: bool) -> None:
+    """Raise unless `keep` has one of true or false for each of so many examples."""
+    if keep is None or (keep.dtype is torch.bool and keep.shape == (size,)):
+        return
+    given = f"is a tensor of {keep.dtype} and shape {tuple(keep.shape)}" if public else "is wrong"
+    of = f"each of {size} examples" if public else "each example"  # how many may be a secret
+    raise ValueError(f"keep: {given}; give one of true or false for {of}")
