@@ -1,9 +1,10 @@
 """Runs over ranks that are killed at any moment and started again, on other numbers of ranks.
 
-    python tests/ranks/killed_runs.py 200 [seed]
+    python tests/ranks/killed_runs.py 200 [seed] [sharded]
 
 kills so many processes by SIGKILL and prints what was found. Every release that rank 0 is about to
-make is first written to a log: its key and a digest of the sum.
+make is first written to a log: its key and a digest of the sum. Of a sharded network every rank
+writes one line for each of its rows.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sharded_runs import fit as fit_sharded
 from small_runs import dataset, fit, numbers, plan
 from together import DEADLINE, begun, ended
 
@@ -34,7 +36,29 @@ WRONG = (
 )
 
 
-def worker(folder, secret):
+def lines_of(gate, sums):
+    """Return what is noised with which part of which noise: one line, or one for each row."""
+    key = hashlib.sha256(gate.noise.key + gate.noise.step.to_bytes(8, "big")).hexdigest()
+    if gate.slices is None:
+        content = b"".join(value.numpy().tobytes() for value in sums.values())
+        return f"{key} {hashlib.sha256(content).hexdigest()}\n"
+    found = []
+    for name, value in sums.items():
+        for row, held in enumerate(value, gate.slices.rows(name)[0]):
+            content = hashlib.sha256(held.numpy().tobytes()).hexdigest()
+            found.append(f"{key}:{name}:{row} {content}\n")
+    return "".join(found)
+
+
+def left_by(posterior):
+    """Return all numbers of a posterior, of a sharded one the iterates, which all ranks read."""
+    if not hasattr(posterior, "whole"):
+        return numbers(posterior)
+    iterates = posterior.whole.iterates
+    return torch.cat([v.double().flatten() for v in iterates.read(range(len(iterates))).values()])
+
+
+def worker(folder, secret, spread=False):
     """Return what one rank does: train, with releases logged, and return all numbers."""
 
     chosen = plan(steps=STEPS)
@@ -43,11 +67,8 @@ def worker(folder, secret):
         noised, new = Gate._noised, checkpoint.Keys.new
 
         def logged(self, sums, sigma):
-            content = b"".join(value.numpy().tobytes() for value in sums.values())
-            key = hashlib.sha256(self.noise.key + self.noise.step.to_bytes(8, "big"))
-            line = f"{key.hexdigest()} {hashlib.sha256(content).hexdigest()}\n"
             with (folder / "releases.log").open("a") as file:
-                file.write(line)
+                file.write(lines_of(self, sums))
                 file.flush()
             return noised(self, sums, sigma)
 
@@ -67,12 +88,12 @@ def worker(folder, secret):
             patch.setattr(checkpoint.Keys, "new", classmethod(keys))
             out = folder / "run"
             resume = (out / "checkpoint.safetensors").exists()
-            posterior = fit(
-                "sgld", dataset(), plan=chosen, out=out, resume=resume,
+            posterior = (fit_sharded if spread else fit)(
+                "sgld", data=dataset(), plan=chosen, out=out, resume=resume,
                 checkpoint_every=EVERY,
             )  # fmt: skip
         (folder / "done").touch()
-        return numbers(posterior), posterior.privacy.to_dict()
+        return left_by(posterior), posterior.privacy.to_dict()
 
     return work
 
@@ -85,19 +106,19 @@ def trouble(folder):
     ledger = folder / "run" / "ledger.jsonl"
     charged = Ledger(ledger).releases if ledger.exists() else 0
     found = Counter()
-    if len({key for key, _ in made}) > charged:
+    if len({key.partition(":")[0] for key, _ in made}) > charged:
         found["under-counts"] += 1
     found["noise used twice"] += len(made) - len({key for key, _ in made})
     return found
 
 
-def moment(draw, folder):
+def moment(draw, folder, rows=1):
     """Wait until a time to kill: soon after the start, or after some release more."""
     log, limit = folder / "releases.log", time.monotonic() + 20.0
     if draw.random() < 0.2:
         limit = time.monotonic() + draw.uniform(0.0, 1.0)
     before = log.stat().st_size if log.exists() else 0
-    wanted = before + 130 * draw.randint(1, 10)
+    wanted = before + 130 * rows * draw.randint(1, 10)
     while time.monotonic() < limit and not (log.exists() and log.stat().st_size >= wanted):
         if (folder / "done").exists():
             break
@@ -105,7 +126,7 @@ def moment(draw, folder):
     time.sleep(draw.choice([0.0, draw.uniform(0.0, 0.03)]))
 
 
-def killed(kills, seed, folder):
+def killed(kills, seed, folder, spread=False):
     """Kill ranks of runs at random moments until so many are dead; return counts."""
     draw, found, dead, run = random.Random(seed), Counter(), 0, 0
     reference: dict[bytes, torch.Tensor] = {}
@@ -116,15 +137,16 @@ def killed(kills, seed, folder):
         if secret not in reference:
             alone = folder / f"reference {run % 4}"
             alone.mkdir()
-            left = ended(begun(1, worker(alone, secret), alone / "group"), alone / "group")
+            work = worker(alone, secret, spread)
+            left = ended(begun(1, work, alone / "group"), alone / "group")
             reference[secret] = left[0][0]
         attempt = 0
         while True:
             attempt += 1
             size, group = draw.choice([1, 2, 2, 3, 4]), here / f"group {attempt}"
-            children = begun(size, worker(here, secret), group)
+            children = begun(size, worker(here, secret, spread), group)
             if dead < kills and attempt <= 6:
-                moment(draw, here)
+                moment(draw, here, 16 if spread else 1)
                 os.kill(draw.choice(children), signal.SIGKILL)
             left = ended(children, group, draw.uniform(0.0, 1.5))
             dead += None in left
@@ -153,5 +175,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         begin = time.monotonic()
-        print(killed(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0, Path(name)))
+        seed, spread = int(sys.argv[2]) if len(sys.argv) > 2 else 0, "sharded" in sys.argv
+        print(killed(int(sys.argv[1]), seed, Path(name), spread))
         print(f"{time.monotonic() - begin:.0f} s; every group within {DEADLINE:.0f} s")

@@ -25,7 +25,8 @@ __all__ = ["Sharding", "Whole", "is_sharded", "local", "parts_of"]
 
 _STATE = "__composable_api_state_key"  # how the attributes begin that `fully_shard` adds
 _HOOKS = (
-    "_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+    "_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_state_dict_hooks",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 
 

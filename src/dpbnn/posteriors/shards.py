@@ -12,12 +12,11 @@ import math
 import os
 from io import FileIO
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from dpbnn.networks.inputs import Arguments as Inputs
 from dpbnn.networks.sharded import Sharding, local
 from dpbnn.posteriors import architecture
 from dpbnn.posteriors import folder as folders
@@ -88,7 +87,15 @@ class ShardedPosterior(Posterior):
         }
         self._rows = {name: averages.get(name, rows).clone() for name, rows in held.items()}
 
-    def _draws(self, samples: int, generator: torch.Generator, inputs: Inputs) -> NoReturn:
+    def _parts(self) -> dict[str, Any]:
+        """Return what this rank holds: its rows, and what the posterior has beside them."""
+        return {**self.whole._parts(), "rows": self._rows}
+
+    def _draws(self, *given: Any) -> NoReturn:
+        self.outputs()
+
+    def outputs(self, *given: Any, **options: Any) -> NoReturn:
+        """Raise: no rank has all weights."""
         raise RuntimeError(
             "the rows of this posterior are spread over ranks, so it cannot predict; call "
             "posterior.save(folder) on all ranks, and dpbnn.load(folder) in one process"

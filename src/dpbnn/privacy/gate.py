@@ -23,7 +23,7 @@ from dpbnn.privacy.mechanisms import GaussianNoise, Mechanism
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.precision import UNKNOWN, Precision, precision_of
 from dpbnn.privacy.slices import PartOfNoise, SlicedShares, Slices
-from dpbnn.privacy.units import Groups, check_keep, check_units, unit_norms
+from dpbnn.privacy.units import Groups, check_units, clipped_norms, unit_norms
 
 if TYPE_CHECKING:
     from dpbnn.privacy.sampling import Sampler
@@ -210,7 +210,7 @@ class Gate:
         """
         sigma = self._sigma(noise_multiplier)
         self._check_size(check_units(units, contributions.batch_size, self.sampler, self._watchers))
-        check_keep(keep, contributions.batch_size, self.ledger.relation.public_size)
+        _check_keep(keep, contributions.batch_size, self.ledger.relation.public_size)
         self._groups(contributions.shapes)
         self.mechanism.check(contributions.shapes)
         if mean and self.sampler is None:
@@ -330,7 +330,7 @@ class Gate:
             own = () if units is None else (Groups.of_rows(units[rows], part, chunk.device),)
             w = self._kept(chunk, part, *own)
             if self._watchers:
-                norms.append(_clipped_norms(chunk, w))
+                norms.append(clipped_norms(chunk, w))
             for name, value in chunk.weighted_sum(w).items():
                 total[name] = total[name].double().add_(value) if name in total else value
         if not total:
@@ -434,14 +434,14 @@ class Gate:
             )
 
 
+def _check_keep(keep: Tensor | None, size: int, public: bool) -> None:
+    if keep is None or (keep.dtype is torch.bool and keep.shape == (size,)):
+        return
+    given = f"is a tensor of {keep.dtype} and shape {tuple(keep.shape)}" if public else "is wrong"
+    of = f"each of {size} examples" if public else "each example"  # how many may be a secret
+    raise ValueError(f"keep: {given}; give one of true or false for {of}")
+
+
 def _factor(norms: Tensor, clip: float) -> Tensor:
     """Return min(1, C/|c_i|), and 0 where the norm is not finite."""
     return norms.reciprocal().mul_(clip).clamp_(max=1.0).nan_to_num_(0.0)
-
-
-def _clipped_norms(chunk: Clippable, w: Tensor | dict[str, Tensor]) -> Tensor:
-    """Return |w_i c_i|, a new tensor."""
-    if isinstance(w, Tensor):
-        return (w * chunk.norms()).nan_to_num_(0.0)
-    parts = [w[name].square() * square for name, square in chunk.squared_norms().items()]
-    return torch.stack(parts).sum(0).sqrt_().nan_to_num_(0.0)

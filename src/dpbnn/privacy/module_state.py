@@ -432,7 +432,7 @@ def _digest(tensor: Tensor) -> bytes | int:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         return _hash(flat.view(torch.uint8).numpy().data)
     except (RuntimeError, NotImplementedError, TypeError):
-        return id(tensor)
+        return 0 if tensor.is_meta else id(tensor)
 
 
 def _same_bits(one: Tensor, two: Tensor) -> bool:

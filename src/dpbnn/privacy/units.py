@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from dpbnn.privacy.plan import Plan
     from dpbnn.privacy.sampling import Sampler
 
-__all__ = ["BLOCK", "Groups", "Packed", "Padded", "by_unit", "check_units", "unit_norms"]
+__all__ = [
+    "BLOCK", "Groups", "Packed", "Padded", "by_unit", "check_units", "clipped_norms", "unit_norms",
+]  # fmt: skip
 
 BLOCK = 32
 """Rows whose inner products are all taken at once."""
@@ -249,10 +251,9 @@ def check_units(
     return len(_starts(units)) - 1
 
 
-def check_keep(keep: Tensor | None, size: int, public: bool) -> None:
-    """Raise unless `keep` has one of true or false for each of so many examples."""
-    if keep is None or (keep.dtype is torch.bool and keep.shape == (size,)):
-        return
-    given = f"is a tensor of {keep.dtype} and shape {tuple(keep.shape)}" if public else "is wrong"
-    of = f"each of {size} examples" if public else "each example"  # how many may be a secret
-    raise ValueError(f"keep: {given}; give one of true or false for {of}")
+def clipped_norms(chunk: Clippable, w: Tensor | dict[str, Tensor]) -> Tensor:
+    """Return |w_i c_i|, a new tensor."""
+    if isinstance(w, Tensor):
+        return (w * chunk.norms()).nan_to_num_(0.0)
+    parts = [w[name].square() * square for name, square in chunk.squared_norms().items()]
+    return torch.stack(parts).sum(0).sqrt_().nan_to_num_(0.0)
