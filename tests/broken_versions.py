@@ -74,6 +74,7 @@ from dpbnn.privacy import (
     noise,
     plan,
     sampling,
+    slices,
     statement,
     stream,
 )
@@ -1639,6 +1640,47 @@ def noise_depends_on_the_ranks(patch: Patch) -> None:
         return NoiseSource.from_key(source.key, source.step, purpose=f"ranks {self.group.size}")
 
     around(patch, resume.Run, "_noise", drawn)
+
+
+# 65: networks that are spread over ranks
+
+
+def every_rank_draws_noise_of_its_own(patch: Patch) -> None:
+    def add(original, self, tensors, std, dtype):
+        source = NoiseSource.seeded(self.slices.rank, self.source.step)
+        return original(dataclasses.replace(self, source=source), tensors, std, dtype)
+
+    around(patch, slices.PartOfNoise, "add", add)
+
+
+def ranks_noise_their_rows_from_the_same_place(patch: Patch) -> None:
+    """Ranks forget where their rows begin, so that rows share their noise."""
+    starts = slices.Slices.starts
+    patch.setattr(slices.Slices, "starts", lambda self: starts(dataclasses.replace(self, rank=0)))
+
+
+def norms_are_of_the_own_rows(patch: Patch) -> None:
+    """Each rank clips by the part of an example's norm that its rows have."""
+
+    def own(original, self, chunk, *units):
+        if self.slices is None:
+            return original(self, chunk, *units)
+        squares = chunk.squared_norms()
+        shares = {n: self.slices.rows(n)[1] / self.slices.shapes[n][0] for n in squares}
+        norms = sum(square * shares[name] for name, square in squares.items()).sqrt()
+        return (self._precision.share * self.clip / norms).clamp(max=1.0).nan_to_num(0.0)
+
+    around(patch, Gate, "_weights", own)
+
+
+def a_share_goes_to_two_ranks(patch: Patch) -> None:
+    """Ranks take the records of shards that others take too."""
+
+    def passes(original, self):
+        for number, where in original(self):
+            yield number, (self.records % 2 == 1).nonzero().flatten() if len(where) else where
+
+    around(patch, slices.SlicedShares, "passes", passes)
 
 
 # 6: batches above the capacity of a captured step

@@ -280,7 +280,11 @@ class _Auditor:
         if not known or known[0].kind != kind:
             self.differences.append(f"release {self.count - 1} is of another kind than on the data")
             return gate._noised(sums, event.noise_multiplier)
-        self.distances.append(_distance(known[0].sums, sums))
+        distance = _distance(known[0].sums, sums)
+        if gate.slices is not None:  # each rank has the distance of its own rows
+            ranks = gate.group.gather(torch.tensor([distance], dtype=torch.float64))
+            distance = float(ranks.norm())
+        self.distances.append(distance)
         self.sensitivities.append(gate.sensitivity)
         return {name: value.clone() for name, value in known[0].release.items()}
 

@@ -19,7 +19,7 @@ from dpbnn.privacy.group import Group
 from dpbnn.rows import Rows, StreamedRows, each
 from dpbnn.sources import Source, opened
 
-__all__ = ["RankRows", "alone", "over_ranks"]
+__all__ = ["RankRows", "over_ranks"]
 
 T = TypeVar("T")
 Checked = Callable[[Any, int | None], Rows | StreamedRows]
@@ -126,16 +126,6 @@ class RankRows:
         keep = torch.ones(len(batch), dtype=torch.bool, device=counted.device)
         keep[self._own(batch).to(keep.device)] = counted
         return keep
-
-
-def alone(group: Group, what: str) -> Group:
-    """Return the group of this process, or raise where there are others."""
-    if group.size > 1:
-        raise ValueError(
-            f"{what}: works in one process, and {group.size} were started together; start one, or "
-            f"use SGD, SGLD, SGHMC, BBP, VI or MCDropout without observers and units"
-        )
-    return Group()
 
 
 def over_ranks(

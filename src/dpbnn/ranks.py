@@ -22,7 +22,7 @@ from dpbnn.methods.state import State, flat
 from dpbnn.privacy.checks import check_one_process
 from dpbnn.privacy.group import Group
 
-__all__ = ["SHARDS", "Ranks", "check_same_state", "in_step", "joined"]
+__all__ = ["SHARDS", "Ranks", "check_same_state", "in_step", "joined", "of_mesh"]
 
 SHARDS = 4  # of a batch, for up to as many ranks: their number can change when a run is resumed
 _PIECE = 1 << 24  # bytes of a file that are sent at once
@@ -67,6 +67,13 @@ class Ranks(Group):
         dist.all_gather(found, values, group=self.transport)
         return torch.stack(found)
 
+    def scatter(self, values: Tensor) -> Tensor:
+        """Return this rank's rows of the sum over ranks; all have equally many."""
+        own = torch.empty_like(values[: len(values) // self.size])
+        scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # torch 2.13
+        scatter(own, values, group=self.transport)
+        return own
+
     def copy_file(self, path: Path) -> None:
         """Write the file of rank 0 to a path of every other rank's own."""
         size = self.first(lambda: path.stat().st_size)
@@ -98,17 +105,20 @@ def check_same_state(group: Group, state: State) -> None:
         group.check_same({name: digest(part, b"") for name, part in flat(state, "state").items()})
 
 
-def in_step(group: Group, state: State, stop: BaseException | None) -> BaseException | None:
+def in_step(
+    group: Group, state: State, stop: BaseException | None, alike: bool = True
+) -> BaseException | None:
     """Return why to stop, if any rank has to; raise on all where their weights differ.
 
     Args:
         group: the ranks.
         state: after a step. The sums of its weights' bits are compared, which is quick.
         stop: why this rank has to stop, if so.
+        alike: whether all ranks have all weights; otherwise each has rows of its own.
     """
     if group.size == 1:
         return stop
-    sums = [_bit_sum(value) for value in state.parameters.values()]
+    sums = [_bit_sum(value) for value in state.parameters.values()] if alike else []
     ranks = group.gather(torch.stack([*sums, torch.tensor(int(stop is not None))]))
     if (ranks[:, :-1] != ranks[0, :-1]).any():
         raise RuntimeError(
@@ -131,6 +141,11 @@ def _sendable(error: Exception) -> Exception:
     except Exception:
         return RuntimeError(f"rank 0 failed: {type(error).__name__}")
     return error
+
+
+def of_mesh(mesh: Any) -> Ranks:
+    """Return the ranks of a one-dimensional device mesh; it lasts as long as the mesh."""
+    return Ranks(mesh.get_local_rank(), mesh.size(), SHARDS, mesh.get_group())
 
 
 @contextlib.contextmanager

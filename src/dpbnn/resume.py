@@ -14,7 +14,6 @@ import json
 import os
 import secrets
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,9 +24,11 @@ from dpbnn.checkpoint import Checkpoint, Keys, RunFolder, folder_lock
 from dpbnn.methods.method import AnyProcess, Method, Problem
 from dpbnn.methods.state import flat
 from dpbnn.methods.watch import Watch
+from dpbnn.networks.sharded import Sharding
 from dpbnn.posteriors import Posterior
+from dpbnn.posteriors.shards import ShardedPosterior
 from dpbnn.privacy.bayesian import BayesianAccountant
-from dpbnn.privacy.events import Event
+from dpbnn.privacy.events import Event, unpaid
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.group import Group
 from dpbnn.privacy.keys import ratchet
@@ -39,6 +40,7 @@ from dpbnn.progress import deferred_interrupt, progress_bar
 from dpbnn.rank_rows import RankRows
 from dpbnn.ranks import check_same_state, in_step
 from dpbnn.rows import Rows, StreamedRows
+from dpbnn.shard_files import RowFiles
 
 FAILED = (
     "the method, the network or the likelihood raised an error on a batch of the data",
@@ -79,6 +81,10 @@ class Run(ABC):
         if self.out is not None:
             self.label = f"{self.method.name}, run {self.run[:8]}"
         self.state: Any = self.process.begin()
+        parts = self.problem.parts
+        self.sharding = parts if isinstance(parts, Sharding) else None
+        self.files = RowFiles.of(self.sharding, self.group, self.out)
+        self._network, self._trained = parts.identity(self.problem.model)
 
     @abstractmethod
     def train(self, progress: bool) -> None:
@@ -115,7 +121,9 @@ class Run(ABC):
             attempt = Attempt(self.run, self.keys.name, self.keys.what)
 
             def begin() -> None:
-                beside = () if before is not None or self.beside_paid else self._unpaid()
+                paid = () if self.ledger is None else self.ledger.outside_runs(_BESIDE)
+                again = before is not None or self.beside_paid
+                beside = () if again else unpaid(self.plan.beside, paid)
                 ledger.check((*self._uncharged(ledger, attempt), *beside))
                 for observer in self.observers:
                     observer.begin(self.plan, ledger.spent(self.label) if self.resume else ())
@@ -138,10 +146,15 @@ class Run(ABC):
             try:
                 self.group.first(lambda: self.process.ready(self.state))
                 self._forget_keys()  # so that going on twice from here cannot repeat noise
-                check_same_state(self.group, self.state)
+                self._compare()
                 yield
             finally:
                 self._close_writer()
+
+    def _compare(self) -> None:
+        """Raise where ranks that should have the same state do not."""
+        if self.sharding is None:
+            check_same_state(self.group, self.state)
 
     def _close_writer(self) -> None:
         """Forget iterates since the last checkpoint: the key of their noise may be on disk.
@@ -219,6 +232,8 @@ class Run(ABC):
 
         def told() -> Keys:
             opened.append(self._opened_keys(before))
+            if self.sharding is not None:  # each rank noises its own rows
+                return opened[0]
             return dataclasses.replace(opened[0], noise=b"")
 
         keys = self.group.first(told)
@@ -258,11 +273,11 @@ class Run(ABC):
     def _bind(self, keys: Keys) -> None:
         split = {} if keys.shards == 1 else {"shards": [keys.shards, keys.threads]}
         keys.bind(
-            self.problem.trainable().values(),
+            self._trained,
             settings=self.settings,
             method=self.method,
             plan=self.plan.to_dict(),
-            network=self.problem.model,
+            network=self._network,
             likelihood=self.watch.likelihood,
             prior=self.problem.prior,
             data=self.rows.identity,
@@ -280,28 +295,10 @@ class Run(ABC):
             for sigma, same in itertools.groupby(self.sigmas[first:])
         ]
 
-    def _unpaid(self) -> list[Event]:
-        """Return what the plan has beside the training and nobody has charged.
-
-        What single gates have spent from the given ledger, such as private statistics, is theirs.
-        Equal events of other runs, or charged for them, pay for nothing.
-        """
-        held = Counter[Event]()
-        for event in [] if self.ledger is None else self.ledger.outside_runs(_BESIDE):
-            held[dataclasses.replace(event, count=1)] += event.count
-        unpaid = []
-        for event in self.plan.beside:
-            unit = dataclasses.replace(event, count=1, start=0, order="")
-            there = min(held[unit], event.count)
-            held[unit] -= there
-            if event.count > there:
-                unpaid.append(dataclasses.replace(event, count=event.count - there))
-        return unpaid
-
     def _noise(self) -> NoiseSource:
         if self.debug_seed is not None:
             return NoiseSource.seeded(self.debug_seed, self.step)
-        if self.group.rank:
+        if self.group.rank and self.sharding is None:
             return NoiseSource()  # never drawn from
         purpose = f"noise {self.keys.what}"
         return NoiseSource.from_key(self.keys.noise, self.step, purpose=purpose)
@@ -347,9 +344,9 @@ class Run(ABC):
                 self._check_process()
                 self.keys.advance(self.gate.noise.key)
                 advance(self.step)
-                stop = in_step(self.group, self.state, interrupted())
+                stop = in_step(self.group, self.state, interrupted(), self.sharding is None)
                 if self.step % self.every == 0:
-                    check_same_state(self.group, self.state)
+                    self._compare()
                 if stop or (self._due() and self.step < self.plan.steps):
                     self._save_checkpoint()
                 if stop:
@@ -371,7 +368,7 @@ class Run(ABC):
 
     def posterior(self, tuning_runs: int | None) -> Posterior:
         """Return the posterior with its statement."""
-        check_same_state(self.group, self.state)
+        self._compare()
         statement = self.group.first(
             lambda: self.gate.statement(delta=self.plan.delta, tuning_runs=tuning_runs)
         )
@@ -383,22 +380,41 @@ class Run(ABC):
         posterior = self.process.posterior(
             self.state, privacy=statement, prior=self.problem.prior, settings=settings
         )
-        return self.watch.checked(posterior)
+        if self.sharding is None:
+            return self.watch.checked(posterior)
+        self.watch.check()
+        average = getattr(self.state, "average", None)
+        return ShardedPosterior(posterior, self.sharding, average.values if average else {})
 
     def _settle(self) -> None:  # noqa: B027, most have nothing to look at
         """Look at what the steps have left, before anything of them leaves the run."""
 
     def _save_checkpoint(self) -> None:
+        if self.files is not None:
+            self._save_rows(self.files)
         if self.folder is not None:
             self._settle()
             # Rows that may differ when they are read again would get the same noise once more.
             again = self.debug_seed is None and self.rows.fixed
             self.folder.save(self._checkpoint, self.keys if again else None)
 
+            if self.files is not None:
+                self.files.forget_others()
+
+    def _save_rows(self, files: RowFiles) -> None:
+        """Write what each rank has of a sharded run, after the keys on disk are gone."""
+        self.watch.check()
+        self.group.first(self._forget_keys)
+        if self.process.writer is not None:
+            self.process.writer.flush()
+        files.save(flat(self.state, "state"))
+
     def _checkpoint(self) -> Checkpoint:
         if self.process.writer is not None:
             self.process.writer.flush()  # with the checkpoint, which replaces the key of its noise
         tensors = {name: value.cpu() for name, value in flat(self.state, "state").items()}
+        if self.files is not None:
+            tensors = self.files.rest(tensors)
         tensors["random.cpu"] = torch.get_rng_state()
         if self.device.type == "cuda":
             tensors["random.cuda"] = torch.cuda.get_rng_state(self.device)
@@ -417,6 +433,9 @@ class Run(ABC):
         tensors = {name: value.to(self.device) for name, value in tensors.items()}
         saved = {n[len(start) :]: v for n, v in tensors.items() if n.startswith(start)}
         try:
+            if self.files is not None:
+                rows = self.files.load(tensors)
+                saved |= {name[len(start) :]: value for name, value in rows.items()}
             self.state = self.process.resumed(self.state, saved)
             if flat(self.state).keys() != saved.keys():
                 raise KeyError

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +20,32 @@ from torch import Tensor, nn
 from dpbnn import likelihoods, posteriors
 from dpbnn.captured import CapturedStep, own_code
 from dpbnn.contributions import UnsupportedModel
+from dpbnn.contributions.probe import synthetic
+from dpbnn.fit_arguments import alone, check_kinds
 from dpbnn.likelihoods import Likelihood
 from dpbnn.messages import unquoted
 from dpbnn.methods.method import Method, OpenProcess, Problem, Process
+from dpbnn.methods.sharded import check_sharded, start_sharded
 from dpbnn.methods.watch import Watch, taken
 from dpbnn.mixtures import GaussianMixture, checked_points
 from dpbnn.networks import LearnedNoise, training_mode
-from dpbnn.networks.inputs import arguments
+from dpbnn.networks.inputs import arguments, each
+from dpbnn.networks.sharded import Sharding, is_sharded, parts_of
 from dpbnn.open_training import OpenRun
 from dpbnn.posteriors import Posterior
 from dpbnn.posteriors.evaluate import unfused_attention
 from dpbnn.priors import Gaussian, Prior
 from dpbnn.privacy.bayesian import BayesianAccountant, given_observers
-from dpbnn.privacy.checks import check_count, checked_unit, first_line, quoted
+from dpbnn.privacy.checks import check_count, checked_unit, quoted
 from dpbnn.privacy.events import check_one_unit
 from dpbnn.privacy.group import Shares
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan
+from dpbnn.privacy.slices import SlicedShares
 from dpbnn.privacy.statement import PrivacyStatement
 from dpbnn.privacy.units import by_unit as counted_by
-from dpbnn.rank_rows import RankRows, alone, over_ranks
-from dpbnn.ranks import joined
+from dpbnn.rank_rows import RankRows, over_ranks
+from dpbnn.ranks import joined, of_mesh
 from dpbnn.resume import FAILED, Run
 from dpbnn.rows import Rows, StreamedRows, checked_rows
 from dpbnn.threads import threads, threads_for
@@ -150,10 +157,12 @@ def fit(
             f"log_prob(outputs, y)"
         )
     settled, clip = method.settled(plan)
-    with _random_state(seed), unfused_attention(), joined() as group:
+    with _random_state(seed), unfused_attention(), joined() as group, ExitStack() as stack:
+        network, folder = taken(model), None if out is None else Path(out)
+        if is_sharded(network):
+            check_sharded(method, plan, folder, bool(observers) or units is not None)
         if not method.over_ranks or observers:
             group = alone(group, type(method).__name__ if not observers else "observers=")
-        network = taken(model)
         if device is not None:
             network = network.to(device)
         learned = None if method.own_noise else likelihoods.full(likely).with_learned_noise()
@@ -164,7 +173,8 @@ def fit(
             data = checked_points(data, network, on_bad_rows, hidden)
             likely = likelihoods.Mixture()
         network = method.prepared(network)
-        watch = Watch(network, likely)
+        parts = stack.enter_context(parts_of(network, group, of_mesh))
+        watch = Watch(network, likely, parts.shell())
         place = next(network.parameters()).device
         size = plan.n if plan.relation.public_size else None
         if units is not None:
@@ -176,23 +186,28 @@ def fit(
             )
             owners.check(data)
             size = None if size is None else len(owners.order)
+        runs = parts.runnable(network)
 
         def own_rows(own: Any, n: int | None) -> Rows | StreamedRows:
             hashed = out is not None or group.size > 1
-            rows = checked_rows(own, network, likely, n, place, on_bad_rows, hashed)
+            rows = checked_rows(own, runs, likely, n, place, on_bad_rows, hashed)
             return rows if units is None else rows.by_unit(owners)
 
         rows = over_ranks(group, data, size, on_bad_rows, own_rows)
+        held = rows.rows if isinstance(rows, RankRows) else rows
+        if isinstance(parts, Sharding) and (group.starts or held.x is None):
+            alone(group, "data that a rank owns, or reads batch by batch", sharded=True)
         rows.check_batches(settled.sampler.most(0))
         watch.check()
         problem = Problem(
             network, watch.likelihood, prior, settled.n, settled.batch_size, settled.steps,
-            settled.private, microbatch_size, None if out is None else Path(out), watch.network,
+            settled.private, microbatch_size, folder, watch.network,
             tuple(sigma for sigma, count in settled.noise_multipliers for _ in range(count)),
-            group.rank == 0,
+            group.rank == 0 or isinstance(parts, Sharding), parts,
         )  # fmt: skip
         training_mode(network)
-        process = method.start(problem)
+        started = start_sharded if isinstance(parts, Sharding) else type(method).start
+        process = started(method, problem)
         loop = OpenRun if isinstance(process, OpenProcess) else _Run
         run = loop(
             method, problem, process, settled, clip, watch, rows,
@@ -250,33 +265,6 @@ def _random_state(seed: int, secret: bool = False) -> Iterator[None]:
         yield
 
 
-def check_kinds(**given: Any) -> None:
-    """Raise where an argument of `fit` is of another kind than it must be; None is left out.
-
-    Args:
-        **given: any of model, method, plan, prior and device.
-    """
-    kinds: dict[str, tuple[Any, str]] = {
-        "model": (nn.Module | Callable, "a network, or a function that makes one"),
-        "method": (Method, "a method's settings, such as dpbnn.SGLD(learning_rate=1e-5)"),
-        "plan": (Plan, "what dpbnn.plan(...) or dpbnn.open_plan(...) returns"),
-        "prior": (Prior, "a prior, such as dpbnn.Gaussian(1.0)"),
-        "ledger": (Ledger, "a ledger, such as dpbnn.Ledger('ledger.jsonl')"),
-    }
-    for name, value in given.items():
-        if name in kinds and value is not None and not isinstance(value, kinds[name][0]):
-            raise ValueError(f"{name}={quoted(value)}: must be {kinds[name][1]}")
-    device = given.get("device")
-    if device is not None:
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError, TypeError) as error:
-            reason = first_line(error).split(". ")[0]
-            raise ValueError(
-                f"device={quoted(device)}: cannot be used here ({reason}); pass device='cpu'"
-            ) from None
-
-
 def _learned_noise(network: nn.Module, start: float) -> nn.Module:
     last = [m for m in network.modules() if isinstance(m, nn.Linear)]
     if not last:
@@ -298,6 +286,14 @@ class _Run(Run):
         drawn = self.process.draw(self.state)
         self.like: Any = self.process.contribute(drawn, *self.rows.none())  # or refuses
         self.captured: CapturedStep | None = None
+        self._shares: Callable[..., Shares] = Shares
+        self.made_up = self.rows.none()
+        parts = self.problem.parts
+        if isinstance(parts, Sharding):  # ranks without records need something to compute
+            most = self.problem.microbatch_size
+            self._shares = functools.partial(SlicedShares, slices=parts.slices, most=most)
+            made = synthetic(self.process.model, arguments(self.made_up[0]), self.made_up[1])
+            self.made_up = each(lambda part: part[:1], made[0]), made[1][:1]
 
     def train(self, progress: bool) -> None:
         """Run the remaining steps; an interrupt leaves a checkpoint to resume from."""
@@ -406,13 +402,13 @@ class _Run(Run):
 
         @contextlib.contextmanager
         def contributed(shard: int, records: Tensor) -> Iterator[Any]:
-            x, y, _ = self.rows.take(records)
+            x, y, _ = self.rows.take(records) if len(records) else (*self.made_up, None)
             with _random_state(seed + 1 + shard, self._hidden):
                 with unquoted(*FAILED, let=(UnsupportedModel,)):
                     contributions = self.process.contribute(state, x, y)
                 yield contributions
 
-        shares = Shares(batch, self.like, contributed, self.group)
+        shares = self._shares(batch, self.like, contributed, self.group)
         keep = self.rows.keep(batch)  # type: ignore[union-attr]
         release = self.gate(shares, noise_multiplier=sigma, keep=keep, records=batch)
         self.watch.contributed()

@@ -64,7 +64,7 @@ def test_an_interrupted_file_is_read_as_far_as_it_goes(tmp_path):
 
 def test_an_iterate_half_written_is_not_read(tmp_path, monkeypatch):
     """A slot of an earlier attempt is being replaced when the process stops."""
-    real, calls = iterate_file._put, []
+    real, calls = iterate_file.put, []
 
     def put(file, data, offset):
         if len(calls) >= 2:
@@ -74,7 +74,7 @@ def test_an_iterate_half_written_is_not_read(tmp_path, monkeypatch):
 
     write(tmp_path / "file", 4)
     writer = IterateWriter(tmp_path / "file", LIKE, 4, start=2)
-    monkeypatch.setattr(iterate_file, "_put", put)
+    monkeypatch.setattr(iterate_file, "put", put)
     writer.append(iterate(5))
     with pytest.raises(OSError, match="unplugged"):
         writer.close()
@@ -99,7 +99,7 @@ def test_space_is_reserved_at_once(tmp_path):
 
 @pytest.mark.parametrize("at", ["append", "close"])
 def test_a_write_error_stops_cleanly_and_the_rest_is_loadable(tmp_path, monkeypatch, at):
-    real, before = iterate_file._put, set(threading.enumerate())
+    real, before = iterate_file.put, set(threading.enumerate())
     writer = IterateWriter(tmp_path / "file", LIKE, 10)
     writer.append(iterate(1))
     writer.append(iterate(2))
@@ -108,12 +108,12 @@ def test_a_write_error_stops_cleanly_and_the_rest_is_loadable(tmp_path, monkeypa
     def full(file, data, offset):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(iterate_file, "_put", full)
+    monkeypatch.setattr(iterate_file, "put", full)
     writer.append(iterate(3))
     if at == "append":
         while not writer._error:
             time.sleep(0.001)
-        monkeypatch.setattr(iterate_file, "_put", real)
+        monkeypatch.setattr(iterate_file, "put", real)
         with pytest.raises(OSError, match="Free disk space") as caught:
             writer.append(iterate(4))
         assert caught.value.errno == errno.ENOSPC

@@ -1,10 +1,11 @@
 """Runs over ranks that are killed at any moment and started again, on other numbers of ranks.
 
-    python tests/ranks/killed_runs.py 200 [seed] [owned]
+    python tests/ranks/killed_runs.py 200 [seed] [owned | sharded]
 
 kills so many processes by SIGKILL and prints what was found. Every release that rank 0 is about to
 make is first written to a log: its key and a digest of the sum. With "owned" every rank has rows of
-its own, and a run is started again on the same number of ranks.
+its own, and a run is started again on the same number of ranks. Of a sharded network every rank
+writes one line for each of its rows.
 """
 
 import hashlib
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sharded_runs import fit as fit_sharded
 from small_runs import dataset, fit, numbers, plan
 from together import DEADLINE, begun, ended
 
@@ -36,7 +38,29 @@ WRONG = (
 )
 
 
-def worker(folder, secret, owners=0):
+def lines_of(gate, sums):
+    """Return what is noised with which part of which noise: one line, or one for each row."""
+    key = hashlib.sha256(gate.noise.key + gate.noise.step.to_bytes(8, "big")).hexdigest()
+    if gate.slices is None:
+        content = b"".join(value.numpy().tobytes() for value in sums.values())
+        return f"{key} {hashlib.sha256(content).hexdigest()}\n"
+    found = []
+    for name, value in sums.items():
+        for row, held in enumerate(value, gate.slices.rows(name)[0]):
+            content = hashlib.sha256(held.numpy().tobytes()).hexdigest()
+            found.append(f"{key}:{name}:{row} {content}\n")
+    return "".join(found)
+
+
+def left_by(posterior):
+    """Return all numbers of a posterior, of a sharded one the iterates, which all ranks read."""
+    if not hasattr(posterior, "whole"):
+        return numbers(posterior)
+    iterates = posterior.whole.iterates
+    return torch.cat([v.double().flatten() for v in iterates.read(range(len(iterates))).values()])
+
+
+def worker(folder, secret, owners=0, spread=False):
     """Return what one rank does: train, with releases logged, and return all numbers.
 
     Where there are owners every rank has a part of the rows, of uneven sizes.
@@ -48,11 +72,8 @@ def worker(folder, secret, owners=0):
         noised, new = Gate._noised, checkpoint.Keys.new
 
         def logged(self, sums, sigma):
-            content = b"".join(value.numpy().tobytes() for value in sums.values())
-            key = hashlib.sha256(self.noise.key + self.noise.step.to_bytes(8, "big"))
-            line = f"{key.hexdigest()} {hashlib.sha256(content).hexdigest()}\n"
             with (folder / "releases.log").open("a") as file:
-                file.write(line)
+                file.write(lines_of(self, sums))
                 file.flush()
             return noised(self, sums, sigma)
 
@@ -76,12 +97,12 @@ def worker(folder, secret, owners=0):
             if owners:
                 data = tuple(part.tensor_split([5, 20][: owners - 1])[rank] for part in data)
                 data = dpbnn.DataSource(data, owned=True)
-            posterior = fit(
-                "sgld", data, plan=chosen, out=out, resume=resume,
+            posterior = (fit_sharded if spread else fit)(
+                "sgld", data=data, plan=chosen, out=out, resume=resume,
                 checkpoint_every=EVERY,
             )  # fmt: skip
         (folder / "done").touch()
-        return numbers(posterior), posterior.privacy.to_dict()
+        return left_by(posterior), posterior.privacy.to_dict()
 
     return work
 
@@ -94,19 +115,19 @@ def trouble(folder):
     ledger = folder / "run" / "ledger.jsonl"
     charged = Ledger(ledger).releases if ledger.exists() else 0
     found = Counter()
-    if len({key for key, _ in made}) > charged:
+    if len({key.partition(":")[0] for key, _ in made}) > charged:
         found["under-counts"] += 1
     found["noise used twice"] += len(made) - len({key for key, _ in made})
     return found
 
 
-def moment(draw, folder):
+def moment(draw, folder, rows=1):
     """Wait until a time to kill: soon after the start, or after some release more."""
     log, limit = folder / "releases.log", time.monotonic() + 20.0
     if draw.random() < 0.2:
         limit = time.monotonic() + draw.uniform(0.0, 1.0)
     before = log.stat().st_size if log.exists() else 0
-    wanted = before + 130 * draw.randint(1, 10)
+    wanted = before + 130 * rows * draw.randint(1, 10)
     while time.monotonic() < limit and not (log.exists() and log.stat().st_size >= wanted):
         if (folder / "done").exists():
             break
@@ -114,7 +135,7 @@ def moment(draw, folder):
     time.sleep(draw.choice([0.0, draw.uniform(0.0, 0.03)]))
 
 
-def killed(kills, seed, folder, owned=False):
+def killed(kills, seed, folder, owned=False, spread=False):
     """Kill ranks of runs at random moments until so many are dead; return counts."""
     draw, found, dead, run = random.Random(seed), Counter(), 0, 0
     reference: dict[tuple[bytes, int], torch.Tensor] = {}
@@ -126,16 +147,16 @@ def killed(kills, seed, folder, owned=False):
         if (secret, owners) not in reference:
             whole = folder / f"reference {run % 4} {owners}"
             whole.mkdir()
-            work = worker(whole, secret, owners)
+            work = worker(whole, secret, owners, spread)
             left = ended(begun(owners or 1, work, whole / "group"), whole / "group")
             reference[secret, owners] = left[0][0]
         attempt = 0
         while True:
             attempt += 1
             size, group = owners or draw.choice([1, 2, 2, 3, 4]), here / f"group {attempt}"
-            children = begun(size, worker(here, secret, owners), group)
+            children = begun(size, worker(here, secret, owners, spread), group)
             if dead < kills and attempt <= 6:
-                moment(draw, here)
+                moment(draw, here, 16 if spread else 1)
                 os.kill(draw.choice(children), signal.SIGKILL)
             left = ended(children, group, draw.uniform(0.0, 1.5))
             dead += None in left
@@ -165,5 +186,5 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
         begin = time.monotonic()
         kills, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-        print(killed(kills, seed, Path(name), "owned" in sys.argv))
+        print(killed(kills, seed, Path(name), "owned" in sys.argv, "sharded" in sys.argv))
         print(f"{time.monotonic() - begin:.0f} s; every group within {DEADLINE:.0f} s")

@@ -26,6 +26,7 @@ from dpbnn.networks.gaussian import GaussianLayer
 from dpbnn.networks.inputs import arguments as as_arguments
 from dpbnn.networks.inputs import called, each
 from dpbnn.networks.layers import is_whole, registered, rule_of
+from dpbnn.networks.sharded import Whole
 from dpbnn.privacy.checks import first_line, quoted
 from dpbnn.privacy.module_state import Change
 
@@ -110,9 +111,11 @@ class Attached:
 
     Attributes:
         held: the model where the attachment keeps it alive; None where it lives with the model.
+        parts: how the model is run where its parameters are spread over ranks.
     """
 
     held: nn.Module | None = None
+    parts: Whole = Whole()
 
     def __init__(
         self,
@@ -260,7 +263,7 @@ class Attached:
         sites = []
         for draw in draws if batch else []:
             tape = Tape(batch, draw, found, lambda path: describe(model, path))
-            with torch.enable_grad():
+            with torch.enable_grad(), self.parts.gathered():
                 sites += tape.sites(self._forward(tape, x, y), -1 / len(draws))
         return NetworkContributions(
             sites, batch, self._shapes, self.device, self.dtype, data_free, public(draws)
@@ -269,7 +272,7 @@ class Attached:
     def discover(self, x: tuple[Tensor, ...], y: Tensor, draw: Draw) -> Discovery:
         """Return the shapes of all layer outputs for a batch."""
         discovery = Discovery(len(y), draw)
-        with torch.no_grad():
+        with torch.no_grad(), self.parts.gathered():
             self._forward(discovery, x, y)
         return discovery
 

@@ -16,6 +16,7 @@ from dpbnn.contributions.tape import Key, layouts, replaced_forwards
 from dpbnn.networks.gaussian import GaussianLayer
 from dpbnn.networks.inputs import Arguments, called, each
 from dpbnn.networks.layers import rules_in
+from dpbnn.networks.sharded import local
 from dpbnn.privacy.module_state import ModuleState
 
 Gradients = Mapping[str, Tensor]
@@ -118,7 +119,7 @@ class _Probe:
             self.recorded[tuple(rows)] = self.attached.record(x, y, self.draws, {}, found)
         weights = torch.zeros(len(rows), device=self.attached.device)
         weights[slice(None) if which is None else which] = 1.0
-        return self.recorded[tuple(rows)].weighted_sum(weights)
+        return self.attached.parts.mine(self.recorded[tuple(rows)].weighted_sums(weights))
 
     def reference(self, rows: list[int], which: int | None) -> Gradients:
         """Return the same by autograd through the model as it is, at the same draws."""
@@ -142,12 +143,13 @@ class _Probe:
                     leaves |= {n: w for n, w in named.items() if n in attached.shapes}
                 forwards[layer] = _fixed(layer, weights)
             leaves = {n: leaf for n, leaf in leaves.items() if n in attached.shapes}
-            with torch.enable_grad(), replaced_forwards(forwards):
+            parts = attached.parts
+            with torch.enable_grad(), replaced_forwards(forwards), parts.gathered():
                 nll = -attached.log_prob(called(model, x), y) / len(self.draws)
                 chosen = nll.sum() if which is None else nll[which]
-                values = torch.autograd.grad(chosen, list(leaves.values()), allow_unused=True)
+                values = parts.gradients(chosen, list(leaves.values()))
             for (name, leaf), value in zip(leaves.items(), values, strict=True):
-                value = torch.zeros_like(leaf) if value is None else value.detach()
+                value = torch.zeros_like(local(leaf)) if value is None else value.detach()
                 total[name] = total[name] + value if name in total else value
         return total
 
@@ -189,10 +191,11 @@ class _Probe:
 
     def differing(self, one: Gradients, two: Gradients, tolerance: float) -> str | None:
         """Return the first name whose gradients differ, or None."""
-        sizes = {name: _norm(value) for name, value in two.items()}
+        norm = self.attached.parts.norm
+        sizes = {name: norm(_norm(value)) for name, value in two.items()}
         scale = torch.stack(list(sizes.values())).norm()
         for name, size in sizes.items():
-            distance = _norm(one[name], two[name])
+            distance = norm(_norm(one[name], two[name]))
             if not distance <= tolerance * size + 1e-2 * tolerance * scale + 1e-30:
                 return name
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -102,6 +102,11 @@ class NetworkContributions(Contributions):
 
     def weighted_sum(self, w: Weights) -> dict[str, Tensor]:
         """Return sum_i w_i c_i per released name, in float32 or better."""
+        sums = dict(self.weighted_sums(w))
+        return {name: sums[name] for name in self.shapes}
+
+    def weighted_sums(self, w: Weights) -> Iterator[tuple[str, Tensor]]:
+        """Yield the same, a few names at a time, so that not all of it is held at once."""
         bad = self._norms()[1]
         given = self.per_name(w)
         once: dict[int, Tensor] = {}
@@ -110,16 +115,15 @@ class NetworkContributions(Contributions):
                 weight = values.detach().to(self.device, self.dtype)
                 once[id(values)] = weight if bad is None else weight.masked_fill(bad, 0.0)
         weights = {name: once[id(values)] for name, values in given.items()}
-        sums: dict[str, Tensor] = {}
-        with full_precision(self.device):
-            for site in self._groups:
-                sums |= site.weighted_sum(weights, bad, self.summed_in is torch.float64)
-        return {
-            name: sums[name]
-            if name in sums
-            else torch.zeros(shape, dtype=self.dtype, device=self.device)
-            for name, shape in self.shapes.items()
-        }
+        left = dict(self.shapes)
+        for site in self._groups:
+            with full_precision(self.device):
+                sums = site.weighted_sum(weights, bad, self.summed_in is torch.float64)
+            for name in list(sums):
+                del left[name]
+                yield name, sums.pop(name)
+        for name, shape in left.items():
+            yield name, torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def inner(self, other: Contributions) -> Tensor:
         """Return the inner products <c_i, d_j> with another batch's contributions (float64)."""

@@ -13,7 +13,7 @@ from sklearn.base import BaseEstimator, clone
 from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from dpbnn import training
+from dpbnn import fit_arguments
 from dpbnn.calibration import tempered
 from dpbnn.data.schema import Schema
 from dpbnn.data.standardising import Standardisation
@@ -383,7 +383,7 @@ class PrivateBayes(BaseEstimator):
         check_positive(**{name: getattr(self, name) for name in names})
         check_count(samples=0 if self.samples is None else self.samples)
         check_count(0, tuning_runs=self.tuning_runs)
-        training.check_kinds(prior=self.prior, device=self.device)
+        fit_arguments.check_kinds(prior=self.prior, device=self.device)
         if self.features not in (None, "scattering"):
             raise ValueError(f"features={quoted(self.features)}: must be None or 'scattering'")
         if self.features and self.schema is not None:

@@ -19,6 +19,7 @@ from dpbnn.contributions.attach import Attached, attach
 from dpbnn.contributions.dense import Contributions, UnsupportedModel
 from dpbnn.likelihoods import Likelihood
 from dpbnn.methods.state import UNSAVED, Average, State, restored
+from dpbnn.networks.sharded import Sharding, Whole, local
 from dpbnn.priors import Prior
 from dpbnn.privacy.checks import check_numbers, check_positive, first_line
 
@@ -48,6 +49,7 @@ class Problem:
         origin: the network before any data, never called; a copy of `model` by default.
         sigmas: the noise multiplier of every release.
         leads: whether this process keeps files; of several that train together one does.
+        parts: how the network is run where its parameters are spread over ranks.
     """
 
     model: nn.Module
@@ -62,6 +64,7 @@ class Problem:
     origin: nn.Module = None  # type: ignore[assignment]
     sigmas: tuple[float, ...] = ()
     leads: bool = True
+    parts: Whole = dataclasses.field(default_factory=Whole)
 
     def __post_init__(self) -> None:
         if self.origin is None:
@@ -70,7 +73,9 @@ class Problem:
     def attach(self, likelihood: Likelihood | None = None, **options: Any) -> Attached:
         """Attach the model and a copy of the likelihood, or of another one; see `dpbnn.attach`."""
         options["microbatch_size"] = self.microbatch_size
-        return attach(self.model, copy.deepcopy(likelihood or self.likelihood), **options)
+        made = attach(self.model, copy.deepcopy(likelihood or self.likelihood), **options)
+        made.parts = self.parts
+        return made
 
     def rebuilt(self, released: Mapping[str, Tensor]) -> nn.Module:
         """Return the network as it was before any data, at released parameters.
@@ -81,14 +86,16 @@ class Problem:
             released: trainable parameters by name; those left out stay at their first values.
         """
         model = copy.deepcopy(self.origin)
+        if isinstance(self.parts, Sharding):
+            return model  # without values, which stay with the ranks
         with torch.no_grad():
             for name, value in released.items():
                 model.get_parameter(name).copy_(value)
         return model
 
     def trainable(self) -> dict[str, Tensor]:
-        """Return the trainable parameters of the model, by name."""
-        return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        """Return the trainable parameters of the model, by name; of sharded ones the own rows."""
+        return {n: local(p) for n, p in self.model.named_parameters() if p.requires_grad}
 
     def refuse_frozen(self, method: str) -> None:
         """Raise where a parameter is frozen, for methods that move all of them."""

@@ -16,6 +16,7 @@ from dpbnn.methods.method import AnyProcess
 from dpbnn.methods.state import State
 from dpbnn.networks import to_plain
 from dpbnn.networks.layers import registered, rules_in
+from dpbnn.networks.sharded import is_sharded, local
 from dpbnn.posteriors import Posterior
 from dpbnn.privacy.checks import first_line
 from dpbnn.privacy.module_state import Found, ModuleState, change, described, origin
@@ -28,16 +29,18 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def taken(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     """Return the network that `fit` trains: a copy, or what a function makes.
 
+    A sharded network is not copied, and trained as it is.
+
     Args:
         model: the network or the function.
     """
     network = model
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module) and not is_sharded(model):
         try:
             network = copy.deepcopy(model)
         except Exception as error:
             raise _uncopied(type(model).__name__, error) from None
-    else:
+    elif not isinstance(model, nn.Module):
         network = model()
     for path, module in network.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -70,16 +73,19 @@ class Watch:
     Args:
         network: the network that is trained.
         likelihood: of the targets.
+        shell: a copy without values, where parameters are spread over ranks.
 
     Attributes:
         network: a copy.
         likelihood: a copy.
     """
 
-    def __init__(self, network: nn.Module, likelihood: Likelihood) -> None:
+    def __init__(
+        self, network: nn.Module, likelihood: Likelihood, shell: nn.Module | None = None
+    ) -> None:
         _refuse_hooks(network)
         try:
-            self.network, self.likelihood = copy.deepcopy((network, likelihood))
+            self.network, self.likelihood = copy.deepcopy((shell or network, likelihood))
         except Exception as error:
             names = f"{type(network).__name__} or {type(likelihood).__name__}"
             raise _uncopied(names, error) from None
@@ -89,7 +95,8 @@ class Watch:
         kinds = {registered(module).plain for module in network.modules()} - {None}
         foreign = any(not origin(kind).startswith("torch.") for kind in kinds)
         self._plain = described(model=to_plain(network)) if foreign else {}
-        self._released = self._state.paths(p for p in network.parameters() if p.requires_grad)
+        trained = (local(p) for p in network.parameters() if p.requires_grad)
+        self._released = self._state.paths(trained)
 
     def check(self) -> None:
         """Raise where something has changed."""

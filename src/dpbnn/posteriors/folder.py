@@ -63,14 +63,24 @@ def load(
 
 def write(posterior: Posterior, folder: Path) -> None:
     """Write the files of a posterior to an empty folder."""
-    tensors = architecture.named_tensors(posterior.model)
-    for name, part in {"model": tensors, **posterior._parts()}.items():
+    write_parts(posterior, folder, model=architecture.named_tensors(posterior.model))
+    write_record(posterior, folder)
+
+
+def write_parts(posterior: Posterior, folder: Path, **more: Any) -> None:
+    """Write what the posterior has beside its network, and more, one file each."""
+    for name, part in {**more, **posterior._parts()}.items():
         path = folder / f"{name}.safetensors"
         if isinstance(part, IterateStore):
             part.export(path)
         else:
             values = {key: tensor.detach().cpu().contiguous() for key, tensor in part.items()}
             safetensors.torch.save_file(values, path)
+
+
+def write_record(posterior: Posterior, folder: Path) -> None:
+    """Write the manifest of a folder whose other files are complete."""
+    tensors = architecture.named_tensors(posterior.model)
     values = {
         "kind": posterior.kind,
         "model": type(posterior.model).__name__,

@@ -90,6 +90,8 @@ class IterateWriter:
         hold: keep what is appended in memory, as much as it takes, until `flush` or `close`.
     """
 
+    _leads = True  # whether this writer makes the file, and its index
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -111,16 +113,21 @@ class IterateWriter:
         self.path = Path(path)
         self.seen = start
         self._layout = layout = _Layout.of(like, capacity, dtype)
+        self._shapes, self._skip = layout.shapes, dict.fromkeys(layout.shapes, 0)
         self._error: Exception | None = None
-        self._file = _reopen(self.path, layout) if start else _create(self.path, layout)
-        if start:  # forget what was written after it
+        self._file = self._open(start)
+        if start and self._leads:  # forget what was written after it
             zeros = memoryview(bytes(8 * max(0, capacity - start)))
-            _put(self._file, zeros, layout.offset(_INDEX, start))
+            put(self._file, zeros, layout.offset(_INDEX, start))
         self._hold = hold
         self._held: list[tuple[int, Future[dict[str, Tensor]]]] = []
         self._waiting = threading.Semaphore(_QUEUED)
         self._thread = ThreadPoolExecutor(1, "iterate-writer")
         self._closed = False
+
+    def _open(self, start: int) -> FileIO:
+        layout = self._layout
+        return reopen(self.path, layout) if start else _create(self.path, layout)
 
     def append(self, values: Mapping[str, Tensor]) -> bool:
         """Pass one iterate; return whether it is kept, as it is while there is room."""
@@ -131,8 +138,8 @@ class IterateWriter:
         if self.seen >= layout.capacity:
             return False
         shapes = {name: tuple(value.shape) for name, value in values.items()}
-        if shapes != layout.shapes:
-            wrong = sorted(set(shapes.items()) ^ set(layout.shapes.items()))
+        if shapes != self._shapes:
+            wrong = sorted(set(shapes.items()) ^ set(self._shapes.items()))
             raise ValueError(
                 f"the iterate does not have the names and shapes given to the writer; they differ "
                 f"in {wrong[:4]}."
@@ -204,9 +211,10 @@ class IterateWriter:
             if self._error is None:
                 for name, value in fetched.result().items():
                     data = memoryview(value.reshape(-1).view(torch.uint8).numpy())
-                    _put(self._file, data, self._layout.offset(name, slot))
-                number = memoryview((slot + 1).to_bytes(8, "little"))
-                _put(self._file, number, self._layout.offset(_INDEX, slot))
+                    put(self._file, data, self._layout.offset(name, slot) + self._skip[name])
+                if self._leads:
+                    number = memoryview((slot + 1).to_bytes(8, "little"))
+                    put(self._file, number, self._layout.offset(_INDEX, slot))
         except Exception as error:
             self._error = error
         finally:
@@ -308,7 +316,7 @@ def _create(path: Path, layout: _Layout) -> FileIO:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         else:
             file.truncate(layout.size)
-        _put(file, memoryview(layout.header), 0)
+        put(file, memoryview(layout.header), 0)
     except OSError as error:
         file.close()
         os.unlink(path)
@@ -322,7 +330,8 @@ def _create(path: Path, layout: _Layout) -> FileIO:
     return file
 
 
-def _reopen(path: Path, layout: _Layout) -> FileIO:
+def reopen(path: Path, layout: _Layout) -> FileIO:
+    """Return a file of iterates to be written to, after a look at its head and its size."""
     if path.stat().st_nlink > 1:  # a saved posterior shares the file: leave it its own
         shutil.copyfile(path, path.with_name(path.name + ".new"))
         os.replace(path.with_name(path.name + ".new"), path)
@@ -339,7 +348,8 @@ def _reopen(path: Path, layout: _Layout) -> FileIO:
     return file
 
 
-def _put(file: FileIO, data: memoryview, offset: int) -> None:
+def put(file: FileIO, data: memoryview, offset: int) -> None:
+    """Write bytes at a place of a file."""
     file.seek(offset)
     while data:
         data = data[file.write(data) :]

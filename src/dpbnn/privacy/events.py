@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dpbnn.privacy.mechanisms import MECHANISMS, Mechanism
@@ -200,3 +201,26 @@ def _worst_batch(events: list[Event], batches: int, relation: Relation) -> float
         running += changes[position]
         worst = max(worst, running)
     return everywhere + worst
+
+
+def unpaid(beside: Sequence[Event], paid: Iterable[Event]) -> list[Event]:
+    """Return what a plan has beside the training and nobody has charged.
+
+    What single gates have spent from a ledger, such as private statistics, is theirs. Equal events
+    of other runs, or charged for them, pay for nothing.
+
+    Args:
+        beside: events of the plan.
+        paid: events of single gates.
+    """
+    held = Counter[Event]()
+    for event in paid:
+        held[dataclasses.replace(event, count=1)] += event.count
+    found = []
+    for event in beside:
+        unit = dataclasses.replace(event, count=1, start=0, order="")
+        there = min(held[unit], event.count)
+        held[unit] -= there
+        if event.count > there:
+            found.append(dataclasses.replace(event, count=event.count - there))
+    return found

@@ -21,7 +21,8 @@ from dpbnn.privacy.ledger import Attempt, Ledger
 from dpbnn.privacy.mechanisms import GaussianNoise, Mechanism
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.precision import UNKNOWN, Precision, precision_of
-from dpbnn.privacy.units import Groups, check_units, unit_norms
+from dpbnn.privacy.slices import PartOfNoise, SlicedShares, Slices
+from dpbnn.privacy.units import Groups, check_units, clipped_norms, unit_norms
 
 if TYPE_CHECKING:
     from dpbnn.privacy.sampling import Sampler
@@ -69,7 +70,8 @@ class Gate:
 
     Over several processes the group's rank 0 charges the ledger, and no rank computes anything of a
     release before it was told so; rank 0 alone adds noise, once, to the sum over all ranks. The
-    others get the release.
+    others get the release. Of a sharded network each rank sums, noises and keeps its own rows, with
+    its own part of one stream of noise (`dpbnn.privacy.slices`).
 
     With clip=inf and noise_multiplier=0 the gate is open: what passes is not private, and the
     ledger and the statement say so.
@@ -111,6 +113,7 @@ class Gate:
         group: Group | None = None,
     ) -> None:
         self.group = Group() if group is None else group
+        self.slices: Slices | None = None  # of this rank, while sums are spread over ranks
         if self.group.size == 1:
             self.group.check_alone()
         if attempt is not None and noise is None:
@@ -212,6 +215,7 @@ class Gate:
         if mean and self.sampler is None:
             needs = "needs a sampler, whose expected batch size divides the sum"
             raise ValueError(f"mean=True: {needs}")
+        self.slices = getattr(contributions, "slices", None)
         with self._mine():
             self._precision = self._precision_of(contributions, sigma, units, most_rows)
             if not self._reserved:
@@ -236,11 +240,11 @@ class Gate:
                     keep = masked if keep is None else keep & masked.to(keep.device)
             sums = self._summed(contributions, keep, norms, units)
             release: dict[str, Tensor] = {}
-            if not self.group.rank and self._auditor is None:
+            if sums and self._auditor is None:
                 release = self._noised(sums, sigma)
-            elif not self.group.rank and self._auditor is not None:
+            elif sums and self._auditor is not None:
                 release = self._auditor.release(self, self._event(sigma, 1, step), sums)
-            if isinstance(contributions, Shares):
+            if isinstance(contributions, Shares) and self.slices is None:
                 release = contributions.spread(release)
             elif isinstance(contributions, Replayed):
                 release = contributions.released(release)
@@ -263,7 +267,10 @@ class Gate:
             drawn = self._precision.dtype
             if drawn is torch.float64:
                 sums = {name: value.double() for name, value in sums.items()}
-            self._mechanism(sigma).add(sums, self.clip, drawn, self.noise)
+            source: Any = self.noise
+            if self.slices is not None:
+                source = PartOfNoise(self.noise, self.slices)
+            self._mechanism(sigma).add(sums, self.clip, drawn, source)
         return sums
 
     def _precision_of(
@@ -292,6 +299,8 @@ class Gate:
         if isinstance(contributions, Shares):
             if units is not None:
                 raise ValueError("units: are for contributions of one process")
+            if isinstance(contributions, SlicedShares):
+                return contributions.total_of_rows(self._precision.step, keep, self._kept)
             sum_of = functools.partial(self._clipped_sum, norms=norms)
             return contributions.total(self._precision.step, keep, sum_of)
         if self.group.size > 1:
@@ -318,11 +327,9 @@ class Gate:
             rows, first = slice(first, first + chunk.batch_size), first + chunk.batch_size
             part = None if keep is None else keep[rows].to(chunk.device)
             own = () if units is None else (Groups.of_rows(units[rows], part, chunk.device),)
-            w = self._weights(chunk, *own)
-            if part is not None:
-                w = w * part if isinstance(w, Tensor) else {n: v * part for n, v in w.items()}
+            w = self._kept(chunk, part, *own)
             if self._watchers:
-                norms.append(_clipped_norms(chunk, w))
+                norms.append(clipped_norms(chunk, w))
             for name, value in chunk.weighted_sum(w).items():
                 total[name] = total[name].double().add_(value) if name in total else value
         if not total:
@@ -348,6 +355,13 @@ class Gate:
         if left := sorted(set(names) - set(taken)):
             raise ValueError(f"clip: {left} belong to no group; add a group for them")
         return groups
+
+    def _kept(self, chunk: Clippable, keep: _Rows, *units: Groups) -> Tensor | dict[str, Tensor]:
+        """Return the clip factor of every example that counts, 0 for others."""
+        w = self._weights(chunk, *units)
+        if keep is None:
+            return w
+        return w * keep if isinstance(w, Tensor) else {n: v * keep for n, v in w.items()}
 
     def _weights(self, chunk: Clippable, units: Groups | None = None) -> Tensor | dict[str, Tensor]:
         """Return the clip factor of every example, by released name where there are groups."""
@@ -430,11 +444,3 @@ def _check_keep(keep: Tensor | None, size: int, public: bool) -> None:
 def _factor(norms: Tensor, clip: float) -> Tensor:
     """Return min(1, C/|c_i|), and 0 where the norm is not finite."""
     return norms.reciprocal().mul_(clip).clamp_(max=1.0).nan_to_num_(0.0)
-
-
-def _clipped_norms(chunk: Clippable, w: Tensor | dict[str, Tensor]) -> Tensor:
-    """Return |w_i c_i|, a new tensor."""
-    if isinstance(w, Tensor):
-        return (w * chunk.norms()).nan_to_num_(0.0)
-    parts = [w[name].square() * square for name, square in chunk.squared_norms().items()]
-    return torch.stack(parts).sum(0).sqrt_().nan_to_num_(0.0)

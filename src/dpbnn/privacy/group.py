@@ -78,6 +78,10 @@ class Group:
         """Return the values of all ranks, rank by rank."""
         return values[None]
 
+    def scatter(self, values: Tensor) -> Tensor:
+        """Return this rank's rows of the sum over ranks; all have equally many."""
+        return values
+
     def copy_file(self, path: Path) -> None:
         """Write the file of rank 0 to a path of every other rank's own."""
 

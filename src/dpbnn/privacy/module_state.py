@@ -265,7 +265,8 @@ class _Walk:
         token: tuple[Any, ...] = (_name(type(value)),)
         parts: list[tuple[str, str, Any]] | None = []
         if isinstance(value, Tensor):
-            token += (value.dtype, value.shape, self._bits(path, value))
+            own = getattr(value, "_local_tensor", value)  # of a tensor that is spread over ranks
+            token += (own.dtype, own.shape, self._bits(path, own))
             parts = [(f".{name}", "attribute", part) for name, part in vars(value).items()]
         elif isinstance(value, _PLAIN) and not hasattr(value, "__dict__"):
             token += (repr(value),)
@@ -431,7 +432,7 @@ def _digest(tensor: Tensor) -> bytes | int:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         return _hash(flat.view(torch.uint8).numpy().data)
     except (RuntimeError, NotImplementedError, TypeError):
-        return id(tensor)
+        return 0 if tensor.is_meta else id(tensor)
 
 
 def _same_bits(one: Tensor, two: Tensor) -> bool:

@@ -27,11 +27,12 @@ from torch import Tensor
 from dpbnn.privacy.grid import add_on_grid, spacing
 from dpbnn.privacy.team import run_on_team, team_size
 
-__all__ = ["Words", "add_gaussian", "fill_normal", "generator_name"]
+__all__ = ["Words", "add_gaussian", "add_gaussian_at", "fill_normal", "generator_name"]
 
 Words = NDArray[np.uint8]
 SIGNED = {torch.float32: torch.int32, torch.float64: torch.int64}
 _PAIRS = 1 << 21  # pairs of normals per chunk: few calls, and not much memory
+_PIECE = 1 << 15  # pairs that are made at once where a piece of a vector is asked for
 _BLOCK = 32  # bytes of the stream that can be read by themselves
 _SPONGE = 1 << 16  # bytes per call of SHAKE-128, which takes 21 ms for 2.4 million words (AES 3 ms)
 _EDGE = 1 << 10  # radius words below this get 64 more bits
@@ -130,18 +131,20 @@ def _shake(key: bytes, offset: int, out: Words) -> None:
         done += size
 
 
-def _extend(key: bytes, begin: int, radius: Tensor) -> None:
+def _extend(key: bytes, begin: int, radius: Tensor, skip: int = 0) -> None:
     """Recompute the largest radii sqrt(-ln u) from 96-bit uniforms: u = (word + fraction) / 2^32.
 
     Without it they would end at sqrt(ln 2^32) = 4.7, a normal at 6.7, once in 2^32 pairs.
 
     Args:
         key: of the stream.
-        begin: word of the stream that the first radius came from.
+        begin: word of the stream that the first radius of the chunk came from.
         radius: recomputed in place.
+        skip: radii of the chunk that come before these.
     """
     block = np.empty(_BLOCK, np.uint8)
-    for i in (radius > _FAR).nonzero().flatten().tolist():
+    for place in (radius > _FAR).nonzero().flatten().tolist():
+        i = place + skip
         start, within = divmod(4 * (begin + i), _BLOCK)
         fill(key, start * _BLOCK, block)
         word = int(block.view(np.uint32)[within // 4])
@@ -149,7 +152,7 @@ def _extend(key: bytes, begin: int, radius: Tensor) -> None:
             pair = (begin // 2 + i).to_bytes(8, "big")
             digest = blake2b(pair, key=key, digest_size=8).digest()
             fraction = (int.from_bytes(digest, "big") + 0.5) * 2.0**-64
-            radius[i] = math.sqrt(-math.log((word + fraction) * 2.0**-32))
+            radius[place] = math.sqrt(-math.log((word + fraction) * 2.0**-32))
 
 
 def _steps(std: float, dtype: torch.dtype) -> float:
@@ -190,7 +193,6 @@ def add_gaussian(
     vector; element i's noise depends on the key, the length of the vector and i only. Words become
     radii and angles where they are, those drawn ahead too.
     """
-    signed = SIGNED[dtype]
     scales = [math.sqrt(2) * (1.0 if std is None else _steps(std, dtype)) for _, std in flats]
     common = scales[0] if len(set(scales)) == 1 else None
     starts = [0]
@@ -205,20 +207,11 @@ def add_gaussian(
         words = buffer[:size] if ahead is None else ahead[offset : offset + size]
         if ahead is None:
             fill(key, offset, words)
-        integers = torch.from_numpy(words).view(signed)
-        numbers = integers.view(dtype)
-        radius, angle = numbers[:pairs], numbers[pairs:]
-        if dtype == torch.float32:
-            radius.copy_(integers[:pairs].view(torch.uint32))
-            torch.div(_MOST, radius, out=radius).log_().sqrt_()
-            if float(radius.amax()) > _FAR:
-                _extend(key, begin, radius)
-        else:
-            radius.copy_(integers[:pairs]).mul_(2.0**-64).add_(0.5).clamp_(2.0**-54, 1 - 2.0**-53)
-            radius.log_().neg_().sqrt_()
+        integers = torch.from_numpy(words).view(SIGNED[dtype])
+        radius = _radius(integers[:pairs], dtype, key, begin)
+        angle = _angle(integers[pairs:], dtype)
         if common is not None:
             radius.mul_(common)
-        angle.copy_(integers[pairs:]).mul_(math.pi / -torch.iinfo(signed).min)
         for function, wave, low in (
             (torch.cos, scratch[:pairs], begin),
             (torch.sin, angle, begin + pairs),
@@ -237,6 +230,68 @@ def add_gaussian(
                     torch.mul(noise, radius[part], out=here if std is None else noise)
                     if std:
                         add_on_grid(here, noise, spacing(std, dtype))
+
+
+def add_gaussian_at(
+    pieces: list[tuple[Tensor, float, int]], total: int, dtype: torch.dtype, key: bytes
+) -> None:
+    """Add to pieces of a long vector what `add_gaussian` adds to all of it.
+
+    Numbers are made in blocks that begin at the same places whoever asks for them.
+
+    Args:
+        pieces: flat CPU tensors, each with its std and where it begins; only one std.
+        total: numbers of the vector.
+        dtype: of the noise.
+        key: of the stream.
+    """
+    if len({std for _, std, _ in pieces}) > 1:
+        raise ValueError("std: pieces of a release have one standard deviation")
+    for flat, std, start in pieces:
+        done = 0
+        while std and done < flat.numel():
+            begin = (start + done) // (2 * _PAIRS) * (2 * _PAIRS)
+            elements = min(2 * _PAIRS, total - begin)
+            pairs = -(-elements // 2)
+            half, first = divmod(start + done - begin, pairs)
+            low = first // _PIECE * _PIECE
+            high = min(low + _PIECE, pairs)
+            count = min(high - first, flat.numel() - done)
+            radius = _radius(_words(key, begin + low, high - low, dtype), dtype, key, begin, low)
+            angle = _angle(_words(key, begin + pairs + low, high - low, dtype), dtype)
+            wave = torch.sin(angle) if half else torch.cos(angle)
+            noise = wave.mul_(radius.mul_(math.sqrt(2) * _steps(std, dtype)))
+            own = noise[first - low : first - low + count]
+            add_on_grid(flat[done : done + count], own, spacing(std, dtype))
+            done += count
+
+
+def _words(key: bytes, first: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Return words of a stream, as whole numbers of the dtype's size."""
+    start, stop = first * dtype.itemsize, (first + count) * dtype.itemsize
+    low = start // _BLOCK * _BLOCK
+    words = empty_words(-(-(stop - low) // 8) * 8)
+    fill(key, low, words)
+    return torch.from_numpy(words).view(SIGNED[dtype])[(start - low) // dtype.itemsize :][:count]
+
+
+def _radius(integers: Tensor, dtype: torch.dtype, key: bytes, begin: int, skip: int = 0) -> Tensor:
+    """Return sqrt(-ln u) of words, in their place; see `_extend`."""
+    radius = integers.view(dtype)
+    if dtype == torch.float32:
+        radius.copy_(integers.view(torch.uint32))
+        torch.div(_MOST, radius, out=radius).log_().sqrt_()
+        if float(radius.amax()) > _FAR:
+            _extend(key, begin, radius, skip)
+        return radius
+    radius.copy_(integers).mul_(2.0**-64).add_(0.5).clamp_(2.0**-54, 1 - 2.0**-53)
+    return radius.log_().neg_().sqrt_()
+
+
+def _angle(integers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return angles from -pi to pi of words, in their place."""
+    least = torch.iinfo(SIGNED[dtype]).min
+    return integers.view(dtype).copy_(integers).mul_(math.pi / -least)
 
 
 def fill_normal(tensor: Tensor, generator: torch.Generator | None = None) -> Tensor:

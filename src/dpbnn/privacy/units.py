@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from dpbnn.privacy.plan import Plan
     from dpbnn.privacy.sampling import Sampler
 
-__all__ = ["BLOCK", "Groups", "Packed", "Padded", "by_unit", "check_units", "unit_norms"]
+__all__ = [
+    "BLOCK", "Groups", "Packed", "Padded", "by_unit", "check_units", "clipped_norms", "unit_norms",
+]  # fmt: skip
 
 BLOCK = 32
 """Rows whose inner products are all taken at once."""
@@ -247,3 +249,11 @@ def check_units(
     if watchers:
         raise ValueError("units: observers estimate for single records; leave them out")
     return len(_starts(units)) - 1
+
+
+def clipped_norms(chunk: Clippable, w: Tensor | dict[str, Tensor]) -> Tensor:
+    """Return |w_i c_i|, a new tensor."""
+    if isinstance(w, Tensor):
+        return (w * chunk.norms()).nan_to_num_(0.0)
+    parts = [w[name].square() * square for name, square in chunk.squared_norms().items()]
+    return torch.stack(parts).sum(0).sqrt_().nan_to_num_(0.0)

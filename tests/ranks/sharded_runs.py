@@ -1,0 +1,101 @@
+"""Small fits of networks on which `fully_shard` was called, and what their ranks release."""
+
+import contextlib
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_runs import METHODS, dataset, numbers, plan
+from together import together
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import dpbnn
+from dpbnn.privacy import noise
+
+
+def mlp():
+    return dpbnn.mlp(4, (5,), 3)
+
+
+def encoder():
+    """A network of most kinds of layers; some have fewer rows than there are ranks."""
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 5, 2),
+        nn.GroupNorm(1, 5), nn.Flatten(), nn.Linear(10, 3),
+    )  # fmt: skip
+
+
+def sharded(make=mlp):
+    """Return a function that makes a network, spread over all ranks."""
+
+    def made():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        network = make()
+        for layer in network:
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=mesh)
+        return fully_shard(network, mesh=mesh)
+
+    return made
+
+
+def fit(name="sgd", make=mlp, data=None, spread=True, **options):
+    settings = {"method": METHODS[name], "plan": plan(), "progress": False, **options}
+    network = sharded(make) if spread else make
+    return dpbnn.fit(network, dataset() if data is None else data, **settings)
+
+
+@contextlib.contextmanager
+def pieces_of_noise(patch):
+    """Collect what this rank adds to each release: (where, noise) of each piece, in float64."""
+    found, original = [], noise.add_gaussian_at
+
+    def add(pieces, total, dtype, key):
+        zeros = [(torch.zeros_like(flat, dtype=torch.float64), std, at) for flat, std, at in pieces]
+        original(zeros, total, dtype, key)
+        found.append((total, [(at, values) for values, _, at in zeros]))
+        original(pieces, total, dtype, key)
+
+    patch.setattr(noise, "add_gaussian_at", add)
+    yield found
+
+
+def traced(name, folder, **options):
+    """Fit and save; return the pieces of noise of this rank, and the statement."""
+    with pytest.MonkeyPatch.context() as patch, pieces_of_noise(patch) as pieces:
+        posterior = fit(name, **options)
+    posterior.save(folder)
+    return pieces, posterior.privacy.to_dict()
+
+
+def on_ranks(size, name="sgd", **options):
+    """Return noise of every release, all numbers of the posterior that one process reads, and the
+    statements; an error of a rank is raised."""
+    with tempfile.TemporaryDirectory() as name_of:
+        folder = Path(name_of)
+        options.setdefault("out", folder / "run")
+        ranks = together(size, lambda rank: traced(name, folder / "saved", **options))
+        for left in ranks:
+            assert isinstance(left, tuple), left
+        posterior = dpbnn.load(folder / "saved")
+        found = numbers(posterior)
+    return joined([rank[0] for rank in ranks]), found, [rank[1] for rank in ranks]
+
+
+def joined(ranks):
+    """Return the noise of every release as one vector; every number must be there once."""
+    whole = []
+    for release in zip(*(rank for rank in ranks if rank), strict=True):  # some have no rows at all
+        total = release[0][0]
+        vector, times = torch.zeros(total, dtype=torch.float64), torch.zeros(total)
+        for _, pieces in release:
+            for at, values in pieces:
+                vector[at : at + len(values)] += values
+                times[at : at + len(values)] += 1
+        assert torch.equal(times, torch.ones(total))
+        whole.append(vector)
+    return whole

@@ -1,0 +1,295 @@
+"""Sharded networks (FSDP2): one noise, whole norms, the same posterior as unsharded ones."""
+
+import dataclasses
+import os
+import signal
+
+import broken_versions as broken
+import pytest
+import torch
+from killed_runs import WRONG, killed
+from sharded_runs import encoder, fit, mlp, on_ranks, sharded
+from small_runs import METHODS, STEPS, N, dataset, drawn_noise, numbers, plan
+from together import together
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from twins import fails_on, twins_of
+
+import dpbnn
+from dpbnn import checkpoint
+from dpbnn.privacy.ledger import Ledger
+
+NAMES = ["sgd", "sgld", "sghmc"]
+
+
+def unsharded(name="sgd", **options):
+    """Noise and numbers of the same fit in this process, with whole parameters."""
+    with pytest.MonkeyPatch.context() as patch, drawn_noise(patch) as noise:
+        posterior = fit(name, spread=False, **options)
+    return noise, numbers(posterior)
+
+
+def check_one_run(alone, ranks, tolerance=1e-5):
+    """Check that ranks together add the noise of one process, once, and end where it ends."""
+    assert len(ranks[0]) == len(alone[0]) == STEPS
+    assert all(torch.equal(a, b) for a, b in zip(ranks[0], alone[0], strict=True))
+    assert torch.allclose(ranks[1], alone[1], rtol=0, atol=tolerance)
+    assert all(statement == ranks[2][0] for statement in ranks[2])
+
+
+@fails_on(
+    65,
+    broken.every_rank_draws_noise_of_its_own,
+    broken.ranks_noise_their_rows_from_the_same_place,
+    broken.a_share_goes_to_two_ranks,
+    name="sgd",
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_item_65_sharded_ranks_train_what_one_process_trains(name):
+    alone = unsharded(name, debug_seed=3)
+    two = on_ranks(2, name, debug_seed=3)
+    check_one_run(alone, two)
+    for size in (1, 4):
+        other = on_ranks(size, name, debug_seed=3)
+        check_one_run(alone, other)
+        assert torch.equal(other[1], two[1])
+
+
+def test_other_layers_microbatches_empty_shares_and_an_average():
+    """Three ranks share four shards, most of which are empty; some have no row of some layers."""
+    chosen = plan(batch_size=2)
+    method = dpbnn.SGD(learning_rate=0.1, optimizer="adam", average="polyak", schedule="cosine")
+    options = {"make": encoder, "method": method, "plan": chosen, "debug_seed": 3}
+    ranks = on_ranks(3, microbatch_size=1, **options)
+    check_one_run(unsharded(**options), ranks)
+
+
+def test_an_open_plan_and_replace_one():
+    free = dpbnn.open_plan(n=N, batch_size=12, steps=STEPS)
+    _, found, _ = on_ranks(2, plan=free, debug_seed=3)
+    assert torch.allclose(found, unsharded(plan=free, debug_seed=3)[1], rtol=0, atol=1e-5)
+    chosen = plan(relation="replace-one", sampling="fixed-size")
+    check_one_run(unsharded(plan=chosen, debug_seed=3), on_ranks(2, plan=chosen, debug_seed=3))
+
+
+def test_frozen_layers_and_likelihoods_of_numbers():
+    def frozen():
+        network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+        network[0].requires_grad_(False)
+        return network
+
+    x, y = dataset()
+    options = {
+        "make": frozen, "data": (x, y.float()[:, None]), "debug_seed": 3,
+        "likelihood": dpbnn.likelihoods.Gaussian(noise_std=1.0),
+    }  # fmt: skip
+    check_one_run(unsharded(**options), on_ranks(2, **options))
+
+
+@fails_on(65, broken.every_rank_charges)
+def test_item_65_one_ledger_has_every_release_once(tmp_path):
+    ranks = together(2, lambda rank: fit(out=tmp_path).privacy.to_dict())
+    assert ranks[0] == ranks[1]
+    assert Ledger(tmp_path / "ledger.jsonl").releases == STEPS
+    assert ranks[0]["private"]
+
+
+@fails_on(65, broken.norms_are_of_the_own_rows, name="sgd")
+@pytest.mark.parametrize("name", NAMES)
+def test_item_65_neighbours_over_two_sharded_ranks(tmp_path, name):
+    """The rows of two ranks together move by the clip at most, and nothing else differs."""
+
+    def work(rank):
+        runs = []
+
+        def run(data):
+            runs.append(data)
+            method = METHODS[name]
+            if name != "sgd":
+                folder = tmp_path / str(len(runs))
+                folder.mkdir(exist_ok=True)
+                method = dataclasses.replace(method, folder=str(folder))
+            chosen = plan(batch_size=24, steps=4)
+            posterior = fit(data=data, plan=chosen, method=method)
+            parts = posterior._parts()
+            if "iterates" in parts:
+                parts["iterates"] = parts["iterates"].read(range(3))
+            return parts, posterior.privacy.to_dict()
+
+        return dpbnn.replay(run, dataset(), 7, trace=name == "sgd")
+
+    first, second = together(2, work)
+    assert first.passed, first
+    assert second.passed, second
+    assert first.distances == second.distances
+    assert len(first.distances) == 4
+    assert max(first.distances) > 0.1
+
+
+def test_a_method_is_replayed_on_a_sharded_network():
+    def work(rank):
+        chosen = plan(batch_size=24, steps=4)
+        return dpbnn.replay(METHODS["sgd"], dataset(), 7, model=sharded(), plan=chosen)
+
+    for found in together(2, work):
+        assert found.passed, found
+        assert max(found.distances) > 0.1
+
+
+def stopped(rank, name, out, at=4):
+    """Fit until rank 1 gets an interrupt after some step."""
+    kind = {"sgd": dpbnn.methods.sgd.SGDProcess, "sgld": dpbnn.methods.sgld.LangevinProcess}[name]
+    update = kind.update
+
+    def interrupting(self, state, release):
+        state = update(self, state, release)
+        if rank == 1 and state.steps == at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return state
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "update", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            fit(name, out=out, checkpoint_every=100)
+    return "stopped"
+
+
+def finished(name, folder, **options):
+    posterior = fit(name, **options)
+    posterior.save(folder)
+    return posterior.privacy.to_dict()
+
+
+@fails_on(65, broken.noise_depends_on_the_ranks, name="sgd", size=1)
+@pytest.mark.parametrize(("name", "size"), [("sgd", 1), ("sgld", 4), ("sgld", 2)])
+def test_item_65_a_sharded_run_goes_on_on_another_number_of_ranks(tmp_path, name, size):
+    """DCP gives every rank its rows; with the same keys nothing is paid twice."""
+    out = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        fixed = checkpoint.Keys("name", *(bytes([i]) * 32 for i in range(3)))
+        patch.setattr(checkpoint.Keys, "new", classmethod(lambda cls: fixed))
+        whole = tmp_path / "whole"
+        together(2, lambda rank: finished(name, whole / "saved", out=whole / "run"))
+        assert together(2, lambda rank: stopped(rank, name, out)) == ["stopped", "stopped"]
+    files = [path.name for path in out.iterdir() if path.name.startswith("rows-")]
+    assert len(files) == 1
+    saved = tmp_path / "saved"
+    left = together(size, lambda rank: finished(name, saved, out=out, resume=True))
+    assert all(isinstance(part, dict) for part in left), left
+    assert torch.equal(numbers(dpbnn.load(saved)), numbers(dpbnn.load(whole / "saved")))
+    assert Ledger(out / "ledger.jsonl").releases == STEPS
+
+
+def test_rows_that_are_damaged_are_refused(tmp_path):
+    together(2, lambda rank: stopped(rank, "sgd", tmp_path))
+    (folder,) = tmp_path.glob("rows-*")
+    file = sorted(folder.iterdir())[0]
+    held = bytearray(file.read_bytes())
+    held[-1] ^= 1
+    file.write_bytes(held)
+    for error in together(2, lambda rank: fit(out=tmp_path, resume=True)):
+        assert "is missing or damaged" in str(error)
+
+
+def test_a_sharded_run_does_not_go_on_unsharded(tmp_path):
+    together(2, lambda rank: stopped(rank, "sgd", tmp_path))
+    for error in together(2, lambda rank: fit(spread=False, out=tmp_path, resume=True)):
+        assert "not those of the run to be resumed" in str(error)
+
+
+def test_the_network_is_trained_as_it_is_and_left_sharded(tmp_path):
+    def work(rank):
+        network = sharded()()
+        before = network[1].weight.full_tensor().clone()
+        posterior = dpbnn.fit(network, dataset(), method=METHODS["sgd"], plan=plan())
+        posterior.save(tmp_path / "saved")
+        after = network[1].weight.full_tensor()
+        assert isinstance(network, FSDPModule)
+        assert network(dataset()[0]).shape == (N, 3)
+        assert not torch.equal(before, after)
+        with pytest.raises(RuntimeError, match="it cannot predict"):
+            posterior.predict(dataset()[0])
+        return after, str(posterior)
+
+    ranks = together(2, work)
+    assert isinstance(ranks[0], tuple), ranks
+    loaded = dpbnn.load(tmp_path / "saved")
+    assert torch.equal(loaded.model[1].weight, ranks[0][0])
+    assert loaded.outputs(dataset()[0]).shape == (1, N, 3)
+
+
+def along_columns(mesh):
+    network = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    return fully_shard(network, mesh=mesh, shard_placement_fn=lambda p: Shard(p.dim() - 1))
+
+
+def half(mesh):
+    return fully_shard(mlp(), mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+
+
+def without_hooks(mesh):
+    network = mlp()
+    network[1].weight = nn.Parameter(distribute_tensor(network[1].weight.data, mesh, [Shard(0)]))
+    return network
+
+
+def in_part(mesh):
+    network = mlp()
+    fully_shard(network[1], mesh=mesh)
+    return network
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def own_layer(mesh):
+    return fully_shard(nn.Sequential(Own(), nn.Linear(4, 3)), mesh=mesh)
+
+
+REFUSED = {
+    "VI: does not take a sharded network": {"method": dpbnn.VI()},
+    "relation='add-remove': does not take": {"plan": plan(relation="add-remove")},
+    "keep=3: of a sharded network": {"method": dpbnn.SGD(keep=3)},
+    "go by name, such as 'adam'": {"method": dpbnn.SGD(optimizer=torch.optim.Adam)},
+    "chains=2: of a sharded network": {"method": dpbnn.SGLD(chains=2)},
+    "out: missing; all ranks write": {"method": dpbnn.SGLD()},
+    "units, observers: do not take": {"units": list(range(N))},
+    "shard_placement_fn": {"model": along_columns},
+    "leave mp_policy out": {"model": half},
+    "tensor parallelism is not supported": {"model": without_hooks},
+    "is trained and not sharded": {"model": in_part},
+    "has no rule of its own": {"model": own_layer},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_sharded_networks_cannot_do_is_refused(words):
+    def work(rank):
+        options = dict(REFUSED[words])
+        make = options.pop("model", None)
+        model = (lambda: make(init_device_mesh("cpu", (2,)))) if make else sharded()
+        settings = {"method": METHODS["sgd"], "plan": plan(), "progress": False, **options}
+        return dpbnn.fit(model, dataset(), **settings)
+
+    for error in together(2, work):
+        assert words in str(error), error
+
+
+def test_a_few_kills_of_sharded_ranks(tmp_path):
+    """The record of more kills is in docs/scaling.md."""
+    found = killed(2, 1, tmp_path, spread=True)
+    assert found["kills"] >= 2
+    assert not any(found[name] for name in WRONG), found
+
+
+@pytest.mark.parametrize("twin", twins_of(__name__), ids=str)
+def test_the_same_test_fails_on_the_broken_version(twin, tmp_path):
+    twin.must_fail(tmp_path)
