@@ -39,6 +39,8 @@ WIDTHS, BATCHES, SHARDS = (200, 800, 1600), (16, 128), (1, 4, 8)
 Seen = dict[str, float]
 Work = tuple[Callable[[], torch.nn.Module], Callable[[int], Any], int, int]
 """What a group trains: the network, rows by number, records of a rank, shards."""
+Point = tuple[int, int, int, int, float]
+"""Parameters d, records of a rank b, shards m, ranks k, processor time of a step."""
 
 
 def counted(method: Callable[..., Any], seen: Seen) -> Callable[..., Any]:
@@ -133,7 +135,7 @@ def noise_of(numbers: int) -> float:
 
 def fit_model(rounds: int, steps: int) -> None:
     """Fit seconds of a step to public numbers; print the terms and how far points are off."""
-    points: list[tuple[int, int, int, int, float]] = []
+    points: list[Point] = []
     print("parameters, records a rank, shards, ranks, processor time of a step in s")
     for h in WIDTHS:
         model, d = width(h)
@@ -143,23 +145,30 @@ def fit_model(rounds: int, steps: int) -> None:
                 runs = [group(job, size, steps)["processor"] for _ in range(rounds)]
                 points.append((d, batch, shards, size, statistics.median(runs)))
                 print(*points[-1], flush=True)
-    terms = ["a step", "a shard", "a record", "a record and parameter", "a shard and parameter",
-             "a parameter"]  # fmt: skip
+    report(points)
+    print(f"noise: {noise_of(points[-1][0]) / points[-1][0]:.3g} s a parameter")
 
-    def row(d: int, batch: int, shards: int, size: int) -> list[float]:
-        return [1, shards / size, batch, batch * d, shards / size * d, d]
 
-    one = [point for point in points if point[3] == 1]
-    a = np.array([row(*point[:4]) for point in one])
-    t = np.array([point[4] for point in one])
-    found, _ = optimize.nnls(a / t[:, None], np.ones(len(t)))  # relative errors count
-    for name, value in zip(terms, found, strict=True):
+def report(points: list[Point]) -> None:
+    """Print the fitted terms, and how far a model without a point is off for it."""
+    terms = ["a step", "a shard", "a record and parameter", "a shard and parameter",
+             "a parameter", "the exchange", "the exchange, a parameter"]  # fmt: skip
+    a = np.array([
+        [1, m / k, b * d, m / k * d, d, k > 1, (k > 1) * d] for d, b, m, k, _ in points
+    ])  # fmt: skip
+    t = np.array([point[-1] for point in points])
+
+    def fitted(rows: Any) -> Any:
+        return optimize.nnls((a / t[:, None])[rows], np.ones(len(t))[rows])[0]  # relative errors
+
+    for name, value in zip(terms, fitted(slice(None)), strict=True):
         print(f"{name}: {value:.3g} s")
-    print(f"noise for {WIDTHS[-1]}: {noise_of(points[-1][0]) / points[-1][0]:.3g} s a parameter")
-    for name, some in (("one rank", one), ("two ranks, predicted", set(points) - set(one))):
-        off = [abs(float(np.dot(row(*p[:4]), found)) / p[4] - 1) for p in some]
-        print(f"{name}: {len(off)} points, median {statistics.median(off):.0%}, at most "
-              f"{max(off):.0%} off")  # fmt: skip
+    every = np.arange(len(t))
+    off = np.array([abs(a[i] @ fitted(every != i) / t[i] - 1) for i in every])
+    for size in (1, 2):
+        own = off[[point[3] == size for point in points]]
+        print(f"{size} ranks: {len(own)} points, each predicted by the others: median "
+              f"{np.median(own):.0%}, at most {own.max():.0%} off")  # fmt: skip
 
 
 def main() -> None:
