@@ -19,6 +19,8 @@ from dpbnn.privacy.noise import NoiseSource
 
 __all__ = ["PartOfNoise", "SlicedShares", "Slices"]
 
+_PIECE = 1 << 20  # numbers that ranks add up at once
+
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
@@ -159,18 +161,28 @@ class SlicedShares(Shares):
                 for name in self.shapes:
                     while len(where) and name not in early:
                         early.update([next(found)])
-                    rows = self._rounded(name, early.pop(name, None), g, kind)
-                    sums[name] += self.group.scatter(rows)[: len(sums[name])]
-        return {
-            name: value.double().mul_(g or 1.0).view(-1, *self.shapes[name][1:])
-            for name, value in sums.items()
+                    for first, rows in self._rounded(name, early.pop(name, None), g, kind):
+                        own_rows = sums[name][first : first + len(rows) // self.slices.size]
+                        own_rows += self.group.scatter(rows)[: len(own_rows)]
+        return {  # one at a time, so that few of them are held twice
+            name: sums.pop(name).double().mul_(g or 1.0).view(-1, *self.shapes[name][1:])
+            for name in self.shapes
         }
 
-    def _rounded(self, name: str, value: Tensor | None, g: float, kind: torch.dtype) -> Tensor:
-        """Return a sum in steps of the grid, with equally many rows for each rank."""
-        width, count = self.slices.width(name), self.slices.size * self.slices.padded(name)
-        rows = torch.zeros(count, width, dtype=kind)
-        if value is not None:
-            whole = torch.div(value, g, rounding_mode="trunc") if g else value
-            rows[: value.shape[0]] = whole.reshape(-1, width)
-        return rows
+    def _rounded(
+        self, name: str, value: Tensor | None, g: float, kind: torch.dtype
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield a sum in steps of the grid, some rows of each rank at a time, equally many.
+
+        With them comes where they begin among a rank's rows.
+        """
+        width, size, most = self.slices.width(name), self.slices.size, self.slices.padded(name)
+        step = max(1, _PIECE // (width * size))
+        for first in range(0, most, step):
+            rows = torch.zeros(size, min(step, most - first), width, dtype=kind)
+            for rank in range(size if value is not None else 0):
+                begin = rank * most + first
+                part = value[begin : begin + rows.shape[1]]  # type: ignore[index]
+                whole = torch.div(part, g, rounding_mode="trunc") if g else part
+                rows[rank, : len(part)] = whole.reshape(-1, width)
+            yield first, rows.flatten(0, 1)
