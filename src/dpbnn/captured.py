@@ -301,6 +301,7 @@ class CapturedStep(Replayed):
         with unquoted(*FAILED, let=(UnsupportedModel,)):
             contributions = self.process.contribute(state, self.x[records], self.y[records])
         assert isinstance(contributions, NetworkContributions)
+        contributions.sum_into(self._sums)
         sums = sum_of(contributions, keep)
         if not self._sums:
             found: dict[str, Tensor] = {}
@@ -330,9 +331,10 @@ class CapturedStep(Replayed):
 
 
 def _copy(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
-    """Copy tensors by name, in as few kernels as can be."""
-    kinds = {value.dtype for value in sources.values()}
+    """Copy tensors by name, in as few kernels as can be; some may be there already."""
     flats = [shared_flat([m[name] for name in targets]) for m in (targets, sources)]
+    sources = {n: s for n, s in sources.items() if s.data_ptr() != targets[n].data_ptr()}
+    kinds = {value.dtype for value in sources.values()}
     if len(kinds) == 1 and flats[0] is not None and flats[1] is not None:
         flats[0].copy_(flats[1])
         return

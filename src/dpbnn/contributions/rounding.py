@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dpbnn.privacy.chacha import on_device, triton_kernels
+from dpbnn.privacy.fused import scaled_rows
 
 INFLATION = 1 + 3e-4
 """Reported norms are this factor above the computed ones; covers float32 forward and reductions."""
@@ -22,7 +23,7 @@ _PIECE = 1 << 14
 _PART = 1 << 13
 """Numbers of a row that one program of a GPU squares and adds up."""
 _LONG = 1 << 16
-"""Length of rows from which a kernel that takes 256 columns at a time fills a GPU."""
+"""Length of rows from which kernels that take 256 columns at a time fill a GPU."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -77,19 +78,10 @@ def squares(t: Tensor) -> Tensor:
     return total + row_squares(rows[:, whole:])
 
 
-def not_finite(total: Tensor) -> Bad:
-    """Return which squared norms are not finite; None where the host knows that all are.
-
-    Only the CPU asks. On a GPU that would be a wait for everything before it.
-    """
-    bad = ~(total < math.inf)
-    return bad if total.device.type != "cpu" or bool(bad.any()) else None
-
-
 def _weighs(a: Tensor, exact: bool) -> bool:
     """Return whether a kernel adds up weighted rows; it leaves out those of weight zero."""
     few = a.dtype is torch.float32 and len(a) <= BLOCK[torch.float32]
-    return few and a.shape[1] >= _LONG and not exact and _by_kernel(a)
+    return few and not exact and _by_kernel(a)
 
 
 def weighable(t: Tensor, bad: Bad, exact: bool) -> Tensor:
@@ -110,6 +102,8 @@ def weighted_factors(a: Tensor, g: Tensor, w: Tensor, bad: Bad) -> tuple[Tensor,
     if a.numel() < g.numel():
         other, scaled = weighted_factors(g, a, w, bad)
         return scaled, other
+    if bad is not None and (both := scaled_rows(g, a, w)) is not None:
+        return both[1], both[0]
     scaled = finite(g * w.to(g).view(-1, *[1] * (g.dim() - 1)), bad)
     return a if bad is None else torch.nan_to_num(a, 0.0, 0.0, 0.0), scaled
 
@@ -168,7 +162,7 @@ def rows_error(rows: int, dtype: torch.dtype) -> float:
     return roundoff * within + finest * rows * min(rows, MANY + likely)
 
 
-def summed_rows(g: Tensor, a: Tensor, exact: bool = False) -> Tensor:
+def summed_rows(g: Tensor, a: Tensor, exact: bool = False, into: Tensor | None = None) -> Tensor:
     """Return g^T a; over more than a block of rows in float64, block by block.
 
     Args:
@@ -176,6 +170,7 @@ def summed_rows(g: Tensor, a: Tensor, exact: bool = False) -> Tensor:
         a: [examples, columns].
         exact: whether the products are float64 too. They must be where an example has several
             rows, which may cancel and be far larger than its contribution.
+        into: where to write it, if that is in the dtype of the result.
     """
     step = BLOCK[a.dtype]
     if g.shape[1] == 1 and _weighs(a, exact):
@@ -185,7 +180,8 @@ def summed_rows(g: Tensor, a: Tensor, exact: bool = False) -> Tensor:
             g[i : i + step].double().T @ a[i : i + step].double() for i in range(0, len(a), step)
         )
     elif len(a) <= step:
-        return torch.mm(g.T, a)
+        fits = into is not None and into.dtype is a.dtype
+        return torch.mm(g.T, a, out=into if fits else None)
     else:
         blocks = (torch.mm(g[i : i + step].T, a[i : i + step]) for i in range(0, len(a), step))
     total = torch.zeros(g.shape[1], a.shape[1], dtype=torch.float64, device=a.device)
@@ -199,8 +195,9 @@ def _weighted_on_gpu(w: Tensor, a: Tensor) -> Tensor:
     columns = a.shape[1]
     out = torch.empty(1, columns, dtype=a.dtype, device=a.device)
     with on_device(a.device):
-        launch = triton_kernels().weighted_kernel[(-(-columns // 256),)]
-        launch(w.contiguous(), a.contiguous(), out, len(a), columns, ROWS=16, BLOCK=256)
+        rows, block = (16, 256) if columns >= _LONG else (128, 32)
+        launch = triton_kernels().weighted_kernel[(-(-columns // block),)]
+        launch(w.contiguous(), a.contiguous(), out, len(a), columns, ROWS=rows, BLOCK=block)
     return out
 
 

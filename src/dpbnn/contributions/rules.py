@@ -161,7 +161,7 @@ class Recording:
                     sites.append(Direct(self.unit.names[own], [term]))
             return sites
 
-        return self.tape.tap(self.unit.path, x, z, build, alone=channels)
+        return self.tape.tap(self.unit.path, x, z, build, alone=channels, early=True)
 
     def refuse(self, reason: str) -> NoReturn:
         """Raise for a layer or a call whose gradients are not taken per example."""

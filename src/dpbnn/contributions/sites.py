@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -39,12 +40,14 @@ class Site(ABC):
         batch: number of examples.
         data_free: data-independent gradients D added to every example's contribution.
         wider: how often `CHUNK` is doubled, for GPUs, where few large kernels are faster.
+        into: tensors that sums may be written to, by name.
     """
 
     shapes: dict[str, torch.Size]
     batch: int
     data_free: dict[str, Tensor]
     wider: int = 0
+    into: Mapping[str, Tensor] = MappingProxyType({})
 
     @abstractmethod
     def instantiate(self, rows: slice) -> dict[str, Tensor]:
