@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -132,6 +133,7 @@ MANY = 1 << 20
 """Examples up to which bounds on float64 sums need no assumption."""
 
 
+@functools.cache
 def rows_error(rows: int, dtype: torch.dtype) -> float:
     """Return e: |computed - exact| <= e C for a sum of at most m contributions of norm C or less.
 
