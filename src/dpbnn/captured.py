@@ -270,7 +270,12 @@ class CapturedStep(Replayed):
             _copy(self._totals, self._sums)
         drawn = self.drawn
         self.replays(("more", key), lambda: self._sum(sum_of, (drawn,)), drawn)
-        torch._foreach_add_(list(self._totals.values()), list(self._sums.values()))
+        totals, sums = list(self._totals.values()), list(self._sums.values())
+        whole, part = shared_flat(totals), shared_flat(sums)
+        if whole is not None and part is not None:
+            whole.add_(part)
+        else:
+            torch._foreach_add_(totals, sums)
 
     def released(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return noised sums in the dtype of releases, in the same tensors for every batch."""

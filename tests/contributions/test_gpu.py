@@ -5,7 +5,13 @@ import torch
 from torch import nn
 
 import dpbnn
-from dpbnn.contributions.rounding import row_squares, squares, summed_rows, weighable
+from dpbnn.contributions.rounding import (
+    position_sums,
+    row_squares,
+    squares,
+    summed_rows,
+    weighable,
+)
 from dpbnn.contributions.tiles import tile_error, tile_squares, tile_sums
 from dpbnn.privacy import fused
 
@@ -194,3 +200,19 @@ def test_weighted_sums_of_short_rows_are_exact(batch, columns):
     rows, w = torch.randn(batch, columns, device="cuda"), torch.rand(batch, device="cuda")
     found = summed_rows(w[:, None], weighable(rows, None, exact=False))[0]
     torch.testing.assert_close(found.double(), w.double() @ rows.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(3, 2, 5), (40, 17, 130), (200, 33, 384)])
+def test_sums_over_positions_come_with_their_squares(size, dtype):
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    h = torch.randn(size, device="cuda").to(dtype)
+    sums, squared = position_sums(h)
+    torch.testing.assert_close(sums, h.float().sum(1), rtol=1e-5, atol=1e-4)
+    exact = h.double().square().sum((1, 2))
+    assert (squared >= exact * (1 - 1e-12)).all()
+    torch.testing.assert_close(squared, exact, rtol=1e-12, atol=0)
+    h[1, 0, 2] = torch.nan
+    h[2, 1, 3] = 3e38
+    assert position_sums(h)[1].isfinite().tolist() == [i not in (1, 2) for i in range(size[0])]

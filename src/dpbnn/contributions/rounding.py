@@ -24,7 +24,7 @@ _PIECE = 1 << 14
 _PART = 1 << 13
 """Numbers of a row that one program of a GPU squares and adds up."""
 _LONG = 1 << 16
-"""Length of rows from which kernels that take 256 columns at a time fill a GPU."""
+"""Columns from which kernels fill a GPU that take 128 or 256 of them at a time."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -77,6 +77,26 @@ def squares(t: Tensor) -> Tensor:
         return row_squares(rows)
     total = row_squares(torch.unflatten(rows[:, :whole], 1, (-1, _PIECE))).sum(1)
     return total + row_squares(rows[:, whole:])
+
+
+def position_sums(h: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return sum_t h_t in float32 and |h|^2 in float64, by one pass; None where no kernel does it.
+
+    Args:
+        h: [batch, T, width].
+    """
+    if h.dim() != 3 or not h.is_contiguous() or not _by_kernel(h):
+        return None
+    batch, positions, columns = h.shape
+    block = 128 if batch * columns >= _LONG else 32
+    parts = -(-columns // block)
+    sums = torch.empty(batch, columns, dtype=torch.float32, device=h.device)
+    squared = torch.empty(batch, parts, dtype=torch.float64, device=h.device)
+    tiny = positions * columns * torch.finfo(torch.float32).tiny / parts
+    with on_device(h.device):
+        launch = triton_kernels().positions_kernel[(batch, parts)]
+        launch(h, sums, squared, positions, columns, tiny, STEP=16, BLOCK=block)
+    return sums, squared.squeeze(-1) if parts == 1 else squared.sum(-1)
 
 
 def _weighs(a: Tensor, exact: bool) -> bool:

@@ -108,6 +108,32 @@ def squares_kernel(rows, out, columns, tiny, PART: tl.constexpr, BLOCK: tl.const
     tl.store(out + row * tl.num_programs(1) + part, summed)
 
 
+@triton.jit
+def positions_kernel(
+    values, sums, squares, positions, columns, tiny,
+    STEP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write an example's sum over positions for a block of columns, and its sum of squares.
+
+    As in `squares_kernel` the latter is float64, has `tiny` added, and is inf beyond float32.
+    """
+    example, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((STEP, BLOCK), tl.float32)
+    square = tl.zeros((STEP, BLOCK), tl.float64)
+    for start in range(0, positions, STEP):
+        t = start + tl.arange(0, STEP)
+        here = (t < positions)[:, None] & (at < columns)[None, :]
+        place = values + (example * positions + t)[:, None] * columns + at[None, :]
+        found = tl.load(place, mask=here, other=0.0).to(tl.float32)
+        total += found
+        square += found.to(tl.float64) * found.to(tl.float64)
+    tl.store(sums + example * columns + at, tl.sum(total, 0), mask=at < columns)
+    whole = tl.sum(tl.sum(square, 1), 0)
+    whole = tl.where(whole > 3.4028234663852886e38, float("inf"), whole + tiny)
+    tl.store(squares + example * tl.num_programs(1) + block, whole)
+
+
 @triton.jit(do_not_specialize=["g"])
 def slack_kernel(values, squared, out, size, g, BLOCK: tl.constexpr):
     """Write (sqrt(v) + gamma sqrt(s))^2 in float64; g is the bits of gamma."""
