@@ -104,7 +104,7 @@ def nothing_is_clipped(patch: Patch) -> None:
 
 def layers_are_clipped_as_if_alone(patch: Patch) -> None:
     def weights(self, chunk):
-        return {n: gate._factor(s.sqrt(), self.clip) for n, s in chunk.squared_norms().items()}
+        return {n: gate.clip_factors(s.sqrt(), self.clip) for n, s in chunk.squared_norms().items()}
 
     patch.setattr(Gate, "_weights", weights)
 
@@ -352,7 +352,7 @@ def the_sum_gets_the_noise_of_a_mean(patch: Patch) -> None:
 
 
 def the_clip_is_a_constant(patch: Patch) -> None:
-    patch.setattr(gate, "_factor", lambda norms, clip: torch.clamp(1 / norms, max=1.0))
+    patch.setattr(gate, "clip_factors", lambda norms, clip: torch.clamp(1 / norms, max=1.0))
 
 
 def the_methods_clip_is_not_passed_on(patch: Patch) -> None:

@@ -5,8 +5,15 @@ import torch
 from torch import nn
 
 import dpbnn
-from dpbnn.contributions.rounding import row_squares, squares, summed_rows, weighable
+from dpbnn.contributions.rounding import (
+    position_sums,
+    row_squares,
+    squares,
+    summed_rows,
+    weighable,
+)
 from dpbnn.contributions.tiles import tile_error, tile_squares, tile_sums
+from dpbnn.privacy import fused
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -152,3 +159,60 @@ def test_weighted_sums_of_long_rows_leave_out_what_has_no_weight(columns):
     bad = rows.isnan().any(1)
     found = summed_rows(w[:, None], weighable(rows, bad, exact=False))[0]
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_fused_steps_of_the_clip_are_what_torch_operations_are(monkeypatch):
+    """Also of norms, weights and rows that are not finite."""
+    torch.manual_seed(0)
+    parts = torch.rand(3, 300, device="cuda", dtype=torch.float64)
+    parts[1, 7], parts[2, 9], parts[0, 11] = torch.nan, torch.inf, 0.0
+    norms = parts[0].clone()
+    norms[3], norms[4], norms[5] = torch.nan, torch.inf, 0.0
+    w, g = torch.rand(300, device="cuda"), torch.randn(300, 70, device="cuda")
+    a = torch.randn(300, 5, 401, device="cuda")
+    w[7], g[7], a[7] = 0.0, torch.nan, torch.inf
+
+    def all_of_them():
+        total, bad = fused.total_of(parts, 1.5)
+        return [
+            total,
+            bad,
+            fused.clip_factors(norms, 0.3),
+            fused.clip_factors(norms, torch.inf),
+            fused.with_roots(parts[0].contiguous(), norms, 1e-6),
+            fused.row_weights(norms.nan_to_num(), bad, torch.float32),
+        ]
+
+    found, both = all_of_them(), fused.scaled_rows(g, a, w)
+    assert found[2].max() == 1
+    assert (found[2] * norms).nan_to_num().max() <= 0.3 * (1 + 1e-15)
+    torch.testing.assert_close(both[0], (g * w[:, None]).nan_to_num(0.0), rtol=0, atol=0)
+    torch.testing.assert_close(both[1], a.nan_to_num(0.0, 0.0, 0.0), rtol=0, atol=0)
+    monkeypatch.setattr(fused, "triton_kernels", lambda: None)
+    for one, two in zip(found, all_of_them(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-14, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 128, 300])
+@pytest.mark.parametrize("columns", [1, 10, 33, 1200])
+def test_weighted_sums_of_short_rows_are_exact(batch, columns):
+    torch.manual_seed(0)
+    rows, w = torch.randn(batch, columns, device="cuda"), torch.rand(batch, device="cuda")
+    found = summed_rows(w[:, None], weighable(rows, None, exact=False))[0]
+    torch.testing.assert_close(found.double(), w.double() @ rows.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(3, 2, 5), (40, 17, 130), (200, 33, 384)])
+def test_sums_over_positions_come_with_their_squares(size, dtype):
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    h = torch.randn(size, device="cuda").to(dtype)
+    sums, squared = position_sums(h)
+    torch.testing.assert_close(sums, h.float().sum(1), rtol=1e-5, atol=1e-4)
+    exact = h.double().square().sum((1, 2))
+    assert (squared >= exact * (1 - 1e-12)).all()
+    torch.testing.assert_close(squared, exact, rtol=1e-12, atol=0)
+    h[1, 0, 2] = torch.nan
+    h[2, 1, 3] = 3e38
+    assert position_sums(h)[1].isfinite().tolist() == [i not in (1, 2) for i in range(size[0])]

@@ -59,12 +59,12 @@ class LinearFactors:
         a, g = accurate(self.a[examples]), accurate(self.g[examples])
         return (a.unsqueeze(1), g.unsqueeze(1)) if a.dim() == 2 else (a, g)
 
-    def summed(self, w: Tensor, bad: Bad, exact: bool) -> Tensor:
+    def summed(self, w: Tensor, bad: Bad, exact: bool, into: Tensor | None = None) -> Tensor:
         """Return sum_i w_i G_i, shaped like the weight, in float64 where positions are summed."""
         a, g = weighted_factors(accurate(self.a), accurate(self.g), w, bad)
         if a.dim() > 2:
             a, g = a.flatten(0, 1), g.flatten(0, 1)
-        return summed_rows(g, a, exact or self.positions > 1)
+        return summed_rows(g, a, exact or self.positions > 1, into)
 
     def magnitude(self) -> Tensor:
         """Return a bound on (sum_t |a_t| |g_t|)^2 per example (float64)."""
@@ -151,7 +151,7 @@ class ConvFactors(LinearFactors):
             -1, -len(shape) + 1
         )
 
-    def summed(self, w: Tensor, bad: Bad, exact: bool) -> Tensor:
+    def summed(self, w: Tensor, bad: Bad, exact: bool, into: Tensor | None = None) -> Tensor:
         """Return sum_i w_i G_i, in float64, a few examples at a time."""
         whole_a, whole_g = weighted_factors(self.a, self.g, w, bad)
         total = whole_a.new_zeros(self.groups, self.rows, self.columns, dtype=torch.float64)
@@ -420,7 +420,8 @@ class Outer(Site):
                 return tile_sums(term.g, term.a, w)
             alone = len(self.terms) == 1 and term.positions > 1
             if not (alone and self._choose() == "instantiated"):
-                return term.summed(w, bad, exact)
+                one = len(self.terms) == len(self.shapes) == 1
+                return term.summed(w, bad, exact, self.into.get(*self.shapes) if one else None)
         start, total = 0, None
         for kept in self._kept or (self._accumulate(rows) for rows in self.slices()):
             stop, weights = start + len(kept), w.to(kept)

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from dpbnn.contributions.dense import Contributions, Draws, Weights
 from dpbnn.contributions.joined import unit_squares
-from dpbnn.contributions.rounding import INFLATION, Bad, full_precision, not_finite, without
+from dpbnn.contributions.rounding import INFLATION, Bad, full_precision, without
 from dpbnn.contributions.sites import AnySlack, Direct, Measured, Site, merge, with_slack
-from dpbnn.contributions.together import Together, gathered, total_squares
+from dpbnn.contributions.together import Together, gathered, part_squares
+from dpbnn.privacy.fused import row_weights, total_of
 from dpbnn.privacy.units import Groups
 
 
@@ -59,16 +60,15 @@ class NetworkContributions(Contributions):
         if self._total is None:
             self._groups = gathered(self._sites)
             with full_precision(self.device):
-                parts: list[tuple[Tensor, AnySlack]] = [(self._zeros(), 0.0)]
+                parts: list[tuple[Tensor, AnySlack]] = []
                 for site in self._groups:
                     if isinstance(site, Together):
                         parts.append(site.total())
                     else:
                         values, slack = self._measured[id(site)] = site.measured()
                         parts += ((value, slack) for value in values.values())
-                total = total_squares(parts).mul_(INFLATION**2)
-                self._bad = not_finite(total)
-                self._total = without(total, self._bad)
+                stacked = part_squares(parts or [(self._zeros(), 0.0)])
+                self._total, self._bad = total_of(stacked, INFLATION**2)
         return self._total, self._bad
 
     def _zeros(self) -> Tensor:
@@ -100,6 +100,11 @@ class NetworkContributions(Contributions):
         whole = torch.stack([raw.get(name, none) for name in self.shapes]).mul_(INFLATION**2)
         return dict(zip(self.shapes, whole.unbind(), strict=True))
 
+    def sum_into(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let `weighted_sum` return these tensors, written anew, where that saves a copy."""
+        for site in self._sites:
+            site.into = tensors
+
     def weighted_sum(self, w: Weights) -> dict[str, Tensor]:
         """Return sum_i w_i c_i per released name, in float32 or better."""
         sums = dict(self.weighted_sums(w))
@@ -112,8 +117,8 @@ class NetworkContributions(Contributions):
         once: dict[int, Tensor] = {}
         for values in given.values():
             if id(values) not in once:
-                weight = values.detach().to(self.device, self.dtype)
-                once[id(values)] = weight if bad is None else weight.masked_fill(bad, 0.0)
+                weight = values.detach().to(self.device)
+                once[id(values)] = row_weights(weight, bad, self.dtype)
         weights = {name: once[id(values)] for name, values in given.items()}
         left = dict(self.shapes)
         for site in self._groups:

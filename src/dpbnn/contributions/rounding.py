@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dpbnn.privacy.chacha import on_device, triton_kernels
+from dpbnn.privacy.fused import scaled_rows
 
 INFLATION = 1 + 3e-4
 """Reported norms are this factor above the computed ones; covers float32 forward and reductions."""
@@ -22,7 +24,7 @@ _PIECE = 1 << 14
 _PART = 1 << 13
 """Numbers of a row that one program of a GPU squares and adds up."""
 _LONG = 1 << 16
-"""Length of rows from which a kernel that takes 256 columns at a time fills a GPU."""
+"""Columns from which kernels fill a GPU that take 128 or 256 of them at a time."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -77,19 +79,30 @@ def squares(t: Tensor) -> Tensor:
     return total + row_squares(rows[:, whole:])
 
 
-def not_finite(total: Tensor) -> Bad:
-    """Return which squared norms are not finite; None where the host knows that all are.
+def position_sums(h: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return sum_t h_t in float32 and |h|^2 in float64, by one pass; None where no kernel does it.
 
-    Only the CPU asks. On a GPU that would be a wait for everything before it.
+    Args:
+        h: [batch, T, width].
     """
-    bad = ~(total < math.inf)
-    return bad if total.device.type != "cpu" or bool(bad.any()) else None
+    if h.dim() != 3 or not h.is_contiguous() or not _by_kernel(h):
+        return None
+    batch, positions, columns = h.shape
+    block = 128 if batch * columns >= _LONG else 32
+    parts = -(-columns // block)
+    sums = torch.empty(batch, columns, dtype=torch.float32, device=h.device)
+    squared = torch.empty(batch, parts, dtype=torch.float64, device=h.device)
+    tiny = positions * columns * torch.finfo(torch.float32).tiny / parts
+    with on_device(h.device):
+        launch = triton_kernels().positions_kernel[(batch, parts)]
+        launch(h, sums, squared, positions, columns, tiny, STEP=16, BLOCK=block)
+    return sums, squared.squeeze(-1) if parts == 1 else squared.sum(-1)
 
 
 def _weighs(a: Tensor, exact: bool) -> bool:
     """Return whether a kernel adds up weighted rows; it leaves out those of weight zero."""
     few = a.dtype is torch.float32 and len(a) <= BLOCK[torch.float32]
-    return few and a.shape[1] >= _LONG and not exact and _by_kernel(a)
+    return few and not exact and _by_kernel(a)
 
 
 def weighable(t: Tensor, bad: Bad, exact: bool) -> Tensor:
@@ -110,6 +123,8 @@ def weighted_factors(a: Tensor, g: Tensor, w: Tensor, bad: Bad) -> tuple[Tensor,
     if a.numel() < g.numel():
         other, scaled = weighted_factors(g, a, w, bad)
         return scaled, other
+    if bad is not None and (both := scaled_rows(g, a, w)) is not None:
+        return both[1], both[0]
     scaled = finite(g * w.to(g).view(-1, *[1] * (g.dim() - 1)), bad)
     return a if bad is None else torch.nan_to_num(a, 0.0, 0.0, 0.0), scaled
 
@@ -138,6 +153,7 @@ MANY = 1 << 20
 """Examples up to which bounds on float64 sums need no assumption."""
 
 
+@functools.cache
 def rows_error(rows: int, dtype: torch.dtype) -> float:
     """Return e: |computed - exact| <= e C for a sum of at most m contributions of norm C or less.
 
@@ -168,7 +184,7 @@ def rows_error(rows: int, dtype: torch.dtype) -> float:
     return roundoff * within + finest * rows * min(rows, MANY + likely)
 
 
-def summed_rows(g: Tensor, a: Tensor, exact: bool = False) -> Tensor:
+def summed_rows(g: Tensor, a: Tensor, exact: bool = False, into: Tensor | None = None) -> Tensor:
     """Return g^T a; over more than a block of rows in float64, block by block.
 
     Args:
@@ -176,6 +192,7 @@ def summed_rows(g: Tensor, a: Tensor, exact: bool = False) -> Tensor:
         a: [examples, columns].
         exact: whether the products are float64 too. They must be where an example has several
             rows, which may cancel and be far larger than its contribution.
+        into: where to write it, if that is in the dtype of the result.
     """
     step = BLOCK[a.dtype]
     if g.shape[1] == 1 and _weighs(a, exact):
@@ -185,7 +202,8 @@ def summed_rows(g: Tensor, a: Tensor, exact: bool = False) -> Tensor:
             g[i : i + step].double().T @ a[i : i + step].double() for i in range(0, len(a), step)
         )
     elif len(a) <= step:
-        return torch.mm(g.T, a)
+        fits = into is not None and into.dtype is a.dtype
+        return torch.mm(g.T, a, out=into if fits else None)
     else:
         blocks = (torch.mm(g[i : i + step].T, a[i : i + step]) for i in range(0, len(a), step))
     total = torch.zeros(g.shape[1], a.shape[1], dtype=torch.float64, device=a.device)
@@ -199,8 +217,9 @@ def _weighted_on_gpu(w: Tensor, a: Tensor) -> Tensor:
     columns = a.shape[1]
     out = torch.empty(1, columns, dtype=a.dtype, device=a.device)
     with on_device(a.device):
-        launch = triton_kernels().weighted_kernel[(-(-columns // 256),)]
-        launch(w.contiguous(), a.contiguous(), out, len(a), columns, ROWS=16, BLOCK=256)
+        rows, block = (16, 256) if columns >= _LONG else (128, 32)
+        launch = triton_kernels().weighted_kernel[(-(-columns // block),)]
+        launch(w.contiguous(), a.contiguous(), out, len(a), columns, ROWS=rows, BLOCK=block)
     return out
 
 

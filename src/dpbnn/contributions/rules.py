@@ -106,12 +106,13 @@ class Recording:
         `over` is g with its positions on one axis, and which axis that is.
         """
         sites: list[Site] = []
-        g_squares = squares(g)
         if bias in self.unit.names:
-            gradient, slack = summed_positions(*over, g_squares)
+            gradient, slack, g_squares = summed_positions(*over)
             term = (gradient, self.scales.get(bias), slack)
             single = g_squares if over[0].shape[over[1]] == 1 else None
             sites.append(Direct(self.unit.names[bias], [term], single))
+        else:
+            g_squares = squares(g)
         if weight in self.unit.names:
             use = factors(a, g, squares(a), g_squares, self.scales.get(weight))
             sites.append(Outer(self.unit.names[weight], shape, [use]))
@@ -156,12 +157,12 @@ class Recording:
                     if not channels:
                         h = h.reshape(len(h), -1, *getattr(self.layer, own).shape)
                     over = (_pixels(h), 2) if channels else (h, 1)
-                    total, slack = summed_positions(*over, squares(h))
+                    total, slack, _ = summed_positions(*over)
                     term = (total, self.scales.get(own), slack)
                     sites.append(Direct(self.unit.names[own], [term]))
             return sites
 
-        return self.tape.tap(self.unit.path, x, z, build, alone=channels)
+        return self.tape.tap(self.unit.path, x, z, build, alone=channels, early=True)
 
     def refuse(self, reason: str) -> NoReturn:
         """Raise for a layer or a call whose gradients are not taken per example."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from dpbnn.contributions.rounding import (
     Bad,
     accurate,
     finite,
+    position_sums,
     squares,
     sum_error,
     summed_rows,
@@ -39,12 +41,14 @@ class Site(ABC):
         batch: number of examples.
         data_free: data-independent gradients D added to every example's contribution.
         wider: how often `CHUNK` is doubled, for GPUs, where few large kernels are faster.
+        into: tensors that sums may be written to, by name.
     """
 
     shapes: dict[str, torch.Size]
     batch: int
     data_free: dict[str, Tensor]
     wider: int = 0
+    into: Mapping[str, Tensor] = MappingProxyType({})
 
     @abstractmethod
     def instantiate(self, rows: slice) -> dict[str, Tensor]:
@@ -279,17 +283,18 @@ def scaled_sums(
     return sums
 
 
-def summed_positions(h: Tensor, axis: int, squared: Tensor) -> tuple[Tensor, AnySlack]:
-    """Return the sum of h over the axis of positions t and a bound on its rounding error.
+def summed_positions(h: Tensor, axis: int) -> tuple[Tensor, AnySlack, Tensor]:
+    """Return the sum of h over the axis of positions t, a bound on its rounding error, and |h|^2.
 
-    The bound is gamma sum_t |h_t| <= gamma sqrt(T) |h|; `squared` is |h|^2.
+    The bound is gamma sum_t |h_t| <= gamma sqrt(T) |h|.
     """
-    positions = h.shape[axis]
+    positions, kind = h.shape[axis], wide(h.dtype)
     if positions == 1:
-        return accurate(h.squeeze(axis)), 0.0
-    kind = wide(h.dtype)
+        return accurate(h.squeeze(axis)), 0.0, squares(h)
     gamma = sum_error(positions, kind) * math.sqrt(positions)
-    return h.sum(axis, dtype=kind), Slack(gamma, squared)
+    at_once = position_sums(h) if axis == 1 else None
+    total, squared = at_once or (h.sum(axis, dtype=kind), squares(h))
+    return total, Slack(gamma, squared), squared
 
 
 class Rows(Site):

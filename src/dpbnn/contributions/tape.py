@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpbnn.contributions.dense import UnsupportedModel
@@ -51,9 +52,7 @@ class Discovery:
         self._calls[path] += 1
         return "first"
 
-    def tap(
-        self, path: str, a: Tensor, z: Tensor, build: Build, alone: bool = False, low: bool = False
-    ) -> Tensor:
+    def tap(self, path: str, a: Tensor, z: Tensor, build: Build, **options: bool) -> Tensor:
         """Note the shape of one output."""
         self.layout(path, z)
         return z
@@ -86,6 +85,18 @@ def layouts(one: Discovery, two: Discovery, describe: Callable[[str], str]) -> d
     return found
 
 
+class _Tap(NamedTuple):
+    """One call: the input, its version, and what `tap` was given."""
+
+    a: Tensor
+    version: int
+    layout: str
+    path: str
+    build: Build
+    alone: bool
+    low: bool
+
+
 class Tape:
     """Records layer inputs and where to find output gradients.
 
@@ -101,7 +112,9 @@ class Tape:
     ) -> None:
         self.batch, self.draw, self._layouts, self._describe = batch, draw, layouts, describe
         self._calls: defaultdict[str, int] = defaultdict(int)
-        self._taps: list[tuple[GradientEdge, Tensor, int, str, str, Build, bool, bool]] = []
+        self._taps: list[tuple[GradientEdge, _Tap]] = []
+        self._anchor: Tensor | None = None
+        self._built: list[Site] = []
 
     def layout(self, path: str, t: Tensor) -> str:
         """Return where the tensor at this path holds the examples, in its next call."""
@@ -116,7 +129,15 @@ class Tape:
         return layout
 
     def tap(
-        self, path: str, a: Tensor, z: Tensor, build: Build, alone: bool = False, low: bool = False
+        self,
+        path: str,
+        a: Tensor,
+        z: Tensor,
+        build: Build,
+        *,
+        alone: bool = False,
+        low: bool = False,
+        early: bool = False,
     ) -> Tensor:
         """Record one call; `build` gets input and output gradient after the backward pass.
 
@@ -127,18 +148,29 @@ class Tape:
             build: makes the sites.
             alone: whether an example must have its only row on the first axis.
             low: whether `build` takes gradients of less than float32 as they are.
+            early: whether to build in the backward pass, and keep input and gradient no longer.
         """
         layout = self.layout(path, z)
         if z._is_view():  # an operation in place on it would leave the recorded edge unused
             z = z.clone()
         if layout == "shared":
             z = _stacked(z, self.batch, a.dim() > 1 and z.shape[0] == 1)
-        if not z.requires_grad:
+        tap = _Tap(a.detach(), a._version, layout, path, build, alone, low)
+        if early or not z.requires_grad:
             z = z.clone() if layout == "shared" else z
-            anchor = torch.zeros((), requires_grad=True, device=z.device)
-            z = _Anchor.apply(z, anchor)  # type: ignore[no-untyped-call]
-        edge = get_gradient_edge(z)
-        self._taps.append((edge, a.detach(), a._version, layout, path, build, alone, low))
+            if self._anchor is None:
+                self._anchor = torch.zeros((), requires_grad=True, device=z.device)
+            with _unsafe_preserve_version_counter(z):  # its values stay
+                z = _Anchor.apply(z, self._anchor)  # type: ignore[no-untyped-call]
+        if early:
+            held = [tap]
+
+            def arrived(g: Tensor) -> None:
+                self._built += self._sites_of(held.pop(), g)
+
+            z.register_hook(arrived)  # type: ignore[no-untyped-call]
+        else:
+            self._taps.append((get_gradient_edge(z), tap))
         return z
 
     def sites(self, log_prob: Tensor, factor: float) -> list[Site]:
@@ -148,32 +180,39 @@ class Tape:
             log_prob: one per example.
             factor: of every example.
         """
-        edges = [tap[0] for tap in self._taps]
+        edges = [edge for edge, _ in self._taps]
         gradients: list[Tensor | None] = [None] * len(edges)
         if log_prob.requires_grad:
             # A scalar, since to start from a vector makes torch import sympy, for 0.3 s.
             total = torch.dot(log_prob, torch.full_like(log_prob, factor))
+            if self._anchor is not None:  # so that the backward pass comes to all early ones
+                edges.append(get_gradient_edge(self._anchor))
             gradients = list(torch.autograd.grad(total, edges, allow_unused=True))
-        result: list[Site] = []
+            gradients = gradients[: len(self._taps)]
+        result, self._built = self._built, []
         while self._taps:
-            (_, a, version, layout, path, build, alone, low), g = self._taps.pop(), gradients.pop()
-            if a._version != version:
-                raise UnsupportedModel(
-                    f"the input of {self._describe(path)} was changed in place after the call; "
-                    "use the out-of-place operation."
-                )
+            (_, tap), g = self._taps.pop(), gradients.pop()
             if g is not None:
-                g = g.contiguous() if 0 in g.stride() else g
-                g = self._batched(g, layout, path, gradient=True)
-                g = g if low else accurate(g)
-                if alone and layout in ("second", "folded"):
-                    raise UnsupportedModel(
-                        f"{self._describe(path)} sees several rows per example on its batch axis; "
-                        "keep one row per example, or wrap the reshaping and the layer in one "
-                        "module."
-                    )
-                result += build(self._batched(a, layout, path), g)
+                result += self._sites_of(tap, g)
         return result
+
+    def _sites_of(self, tap: _Tap, g: Tensor) -> list[Site]:
+        a, version, layout, path, build, alone, low = tap
+        if a._version != version:
+            raise UnsupportedModel(
+                f"the input of {self._describe(path)} was changed in place after the call; "
+                "use the out-of-place operation."
+            )
+        g = g.contiguous() if 0 in g.stride() else g
+        g = self._batched(g, layout, path, gradient=True)
+        g = g if low else accurate(g)
+        if alone and layout in ("second", "folded"):
+            raise UnsupportedModel(
+                f"{self._describe(path)} sees several rows per example on its batch axis; "
+                "keep one row per example, or wrap the reshaping and the layer in one "
+                "module."
+            )
+        return build(self._batched(a, layout, path), g)
 
     def _batched(self, t: Tensor, layout: str, path: str, gradient: bool = False) -> Tensor:
         batch = self.batch

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from dpbnn.contributions.rounding import Bad, squares, summed_rows, weighable
 from dpbnn.contributions.sites import AnySlack, Direct, Site, Slack, with_slack
+from dpbnn.privacy.fused import with_roots
 
-__all__ = ["Together", "gathered", "total_squares"]
+__all__ = ["Together", "gathered", "part_squares"]
 
 _FEW = 4  # sites that are as quick one by one
 
@@ -89,8 +90,8 @@ def gathered(sites: Sequence[Site]) -> list[Site]:
     return [*(site for site in sites if id(site) not in alone), Together(small)]
 
 
-def total_squares(parts: Sequence[tuple[Tensor, AnySlack]]) -> Tensor:
-    """Return the sum of (|c| + slack)^2 over parts of contributions, those alike in one pass.
+def part_squares(parts: Sequence[tuple[Tensor, AnySlack]]) -> Tensor:
+    """Return (|c| + slack)^2 of parts of contributions, or sums over parts alike, [_, batch].
 
     Args:
         parts: |c_i|^2 and slack of each.
@@ -103,6 +104,9 @@ def total_squares(parts: Sequence[tuple[Tensor, AnySlack]]) -> Tensor:
         else:
             found += with_slack({"": value}, slack).values()
     for gamma, pairs in alike.items():
+        if len(pairs) == 1:
+            found.append(with_roots(*pairs[0], gamma))
+            continue
         values, squared = (torch.stack(own) for own in zip(*pairs, strict=True))
-        found.append(values.sqrt_().add_(squared.sqrt_(), alpha=gamma).square_().sum(0))
-    return torch.stack(found).sum(0)
+        found.append(with_roots(values, squared, gamma).sum(0))
+    return torch.stack(found)

@@ -122,7 +122,7 @@ def kl_gradient(
     frozen ones none. `slopes` gets the derivative of every standard deviation by its rho.
     """
     result: dict[str, Tensor] = {}
-    drawn = set()
+    drawn, one = set(), next(model.parameters()).new_ones(())
     for path, layer in model.named_modules():
         if not isinstance(layer, (GaussianLayer, IntegratedLinear)):
             continue
@@ -140,7 +140,7 @@ def kl_gradient(
                 by_mu = torch.stack([g for _, g in samples]).mean(0)
                 by_std = torch.stack([g * e for e, g in samples]).mean(0)
             result[f"{name}_mu"] = by_mu
-            by_std = torch.addcdiv(by_std, std.new_ones(()), std, value=-1)
+            by_std = torch.addcdiv(by_std, one, std, value=-1)
             result[f"{name}_rho"] = by_std.mul_(slope)
             if slopes is not None:
                 slopes[name] = slope
@@ -195,10 +195,10 @@ class BBPProcess(DrawnWeights):
         draws = public(state.drawn)
         slopes: dict[str, Tensor] = {}
         kl = kl_gradient(self.model, self.problem.prior, None if self.exact else draws, slopes)
-        result: dict[str, Tensor] = {}
-        for name in state.parameters:
+        shares = torch._foreach_div([kl[name] for name in state.parameters], n)
+        result = dict(zip(state.parameters, shares, strict=True))
+        for name, found in result.items():
             weight, _, part = name.rpartition("_")
-            found = kl[name] / n
             if weight in release and part == "mu":
                 found.add_(release[weight], alpha=1 / b)
             elif weight in release and part == "rho":
@@ -206,7 +206,6 @@ class BBPProcess(DrawnWeights):
                 found.addcmul_(at_draw, slopes[weight], value=1 / b)
             else:
                 found.add_(release[name], alpha=1 / b)
-            result[name] = found
         return result
 
     def posterior(self, state: DescentState, **record: Any) -> Posterior:

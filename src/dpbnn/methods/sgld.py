@@ -298,10 +298,12 @@ class LangevinProcess(Process[LangevinState]):
             self.restart(state)
         writer = self._open_writer(state) if problem.leads else None
         eta = self.settings.rate(position)
-        state = self._measured(state, release, position, eta)
+        pair = position % 2 and position >= self.length // 2
+        measured = "second" if pair else "first" if position % 2 == 0 else ""
 
         @torch.no_grad()
         def moved() -> None:
+            self._measure(state, release, measured, eta)
             moving, released = state, release
             if not state.velocity:
                 parameters, released = together(state.parameters, release)
@@ -312,35 +314,33 @@ class LangevinProcess(Process[LangevinState]):
                 injected = None if problem.private else torch.randn_like(parameter)
                 self.move(moving, name, drift.to(parameter.dtype), eta, injected)
 
-        self.replays(eta, moved, release)
+        self.replays((eta, measured), moved, (release, state.earlier, state.heat))
         last = self.length - (position + 1)
         due = last % self.settings.thin == 0 and last // self.settings.thin < self.kept
         if due and writer is not None:
             writer.append({n: p.detach() for n, p in state.parameters.items()})
-        return dataclasses.replace(state, steps=state.steps + 1)
+        return dataclasses.replace(state, steps=state.steps + 1, pairs=state.pairs + bool(pair))
 
-    def _measured(
-        self, state: LangevinState, release: Mapping[str, Tensor], position: int, eta: float
-    ) -> LangevinState:
-        """Return the state with the noise of every second release measured.
+    def _measure(
+        self, state: LangevinState, release: Mapping[str, Tensor], which: str, eta: float
+    ) -> None:
+        """Measure the noise of a pair of releases: keep the first, compare the second with it.
 
         Gradients hardly change from one step to the next, so half the squared difference of two
         releases is the variance v of privacy noise and batches together, and v eta / (sigma C
         sqrt(eta))^2 of the settings is their temperature in units of tau. Only released numbers
         are used.
         """
-        if position % 2 == 0:
+        if which == "first":
             state.earlier.copy_(_part(release))
-            return state
-        if position < self.length // 2:
-            return state
+        if which != "second":
+            return
         problem, tau = self.problem, self.settings.temperature
         unit = self.settings.unit(problem.n, problem.batch_size)
         change = (_part(release) - state.earlier).square().mean()
         state.heat.add_(change, alpha=tau * eta / (2 * unit**2))
         if not problem.private:
             state.heat.add_(tau)
-        return dataclasses.replace(state, pairs=state.pairs + 1)
 
     def _open_writer(self, state: LangevinState) -> IterateWriter:
         """Return the writer."""

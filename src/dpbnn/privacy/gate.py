@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dpbnn.privacy.contracts import Auditor, Clippable, Replayed
 from dpbnn.privacy.events import Event, check_relation
+from dpbnn.privacy.fused import clip_factors
 from dpbnn.privacy.group import Group, Shares
 from dpbnn.privacy.ledger import Attempt, Ledger
 from dpbnn.privacy.mechanisms import GaussianNoise, Mechanism
@@ -369,17 +370,17 @@ class Gate:
             found: dict[str, Tensor] = {}
             for group, own in self._groups(chunk.shapes).items():
                 norms = unit_norms(chunk, units, own)
-                factor = _factor(norms, self._precision.share * self.clips[group])[units.of]
+                factor = clip_factors(norms, self._precision.share * self.clips[group])[units.of]
                 found.update(dict.fromkeys(own, factor))
             return found
         if self.clips.keys() == {""}:
-            return _factor(chunk.norms(), self._precision.share * self.clip)
+            return clip_factors(chunk.norms(), self._precision.share * self.clip)
         squares = chunk.squared_norms()
         weights: dict[str, Tensor] = {}
         for group, own in self._groups(squares).items():
             norms = torch.stack([squares[name] for name in own]).sum(0).sqrt()
             clip = self._precision.share * self.clips[group]
-            weights.update(dict.fromkeys(own, _factor(norms, clip)))
+            weights.update(dict.fromkeys(own, clip_factors(norms, clip)))
         return weights
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -439,8 +440,3 @@ def _check_keep(keep: Tensor | None, size: int, public: bool) -> None:
     given = f"is a tensor of {keep.dtype} and shape {tuple(keep.shape)}" if public else "is wrong"
     of = f"each of {size} examples" if public else "each example"  # how many may be a secret
     raise ValueError(f"keep: {given}; give one of true or false for {of}")
-
-
-def _factor(norms: Tensor, clip: float) -> Tensor:
-    """Return min(1, C/|c_i|), and 0 where the norm is not finite."""
-    return norms.reciprocal().mul_(clip).clamp_(max=1.0).nan_to_num_(0.0)

@@ -109,17 +109,105 @@ def squares_kernel(rows, out, columns, tiny, PART: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
+def positions_kernel(
+    values, sums, squares, positions, columns, tiny,
+    STEP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write an example's sum over positions for a block of columns, and its sum of squares.
+
+    As in `squares_kernel` the latter is float64, has `tiny` added, and is inf beyond float32.
+    """
+    example, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((STEP, BLOCK), tl.float32)
+    square = tl.zeros((STEP, BLOCK), tl.float64)
+    for start in range(0, positions, STEP):
+        t = start + tl.arange(0, STEP)
+        here = (t < positions)[:, None] & (at < columns)[None, :]
+        place = values + (example * positions + t)[:, None] * columns + at[None, :]
+        found = tl.load(place, mask=here, other=0.0).to(tl.float32)
+        total += found
+        square += found.to(tl.float64) * found.to(tl.float64)
+    tl.store(sums + example * columns + at, tl.sum(total, 0), mask=at < columns)
+    whole = tl.sum(tl.sum(square, 1), 0)
+    whole = tl.where(whole > 3.4028234663852886e38, float("inf"), whole + tiny)
+    tl.store(squares + example * tl.num_programs(1) + block, whole)
+
+
+@triton.jit(do_not_specialize=["g"])
+def slack_kernel(values, squared, out, size, g, BLOCK: tl.constexpr):
+    """Write (sqrt(v) + gamma sqrt(s))^2 in float64; g is the bits of gamma."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(values + at, mask=at < size, other=0.0)
+    s = tl.load(squared + at, mask=at < size, other=0.0)
+    root = tl.sqrt(v) + g.to(tl.float64, bitcast=True) * tl.sqrt(s)
+    tl.store(out + at, root * root, mask=at < size)
+
+
+@triton.jit
+def total_kernel(
+    parts, total, bad, count, size,
+    FACTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write a factor times the sum over the parts, in float64, 0 where it is not finite."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    found = tl.zeros((BLOCK,), tl.float64)
+    for part in range(count):
+        found += tl.load(parts + part * size + at, mask=at < size, other=0.0)
+    found = found * FACTOR
+    finite = found < float("inf")
+    tl.store(total + at, tl.where(finite, found, 0.0), mask=at < size)
+    tl.store(bad + at, (finite == 0).to(tl.int8), mask=at < size)
+
+
+@triton.jit(do_not_specialize=["c"])
+def factor_kernel(norms, out, size, c, BLOCK: tl.constexpr):
+    """Write min(1, C / |c_i|) in float64, 0 where the norm is not finite; c is the bits of C."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    norm = tl.load(norms + at, mask=at < size, other=0.0)
+    clip = c.to(tl.float64, bitcast=True)
+    found = tl.where(norm > clip, clip / norm, 1.0)
+    tl.store(out + at, tl.where(norm < float("inf"), found, 0.0), mask=at < size)
+
+
+@triton.jit
+def row_weights_kernel(weights, bad, out, size, BLOCK: tl.constexpr):
+    """Write weights in the dtype of `out`, 0 for the bad examples."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    w = tl.load(weights + at, mask=at < size, other=0.0)
+    w = tl.where(tl.load(bad + at, mask=at < size, other=0) != 0, 0.0, w)
+    tl.store(out + at, w.to(out.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def factors_kernel(
+    weights, scaled, plain, scaled_out, plain_out, scaled_columns, plain_columns,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write w_i times one row and the other as it is; zeros for both where w_i is 0."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    w = tl.load(weights + row)
+    here = (at < scaled_columns) & (w != 0)
+    found = tl.load(scaled + row * scaled_columns + at, mask=here, other=0.0)
+    tl.store(scaled_out + row * scaled_columns + at, found * w, mask=at < scaled_columns)
+    here = (at < plain_columns) & (w != 0)
+    found = tl.load(plain + row * plain_columns + at, mask=here, other=0.0)
+    tl.store(plain_out + row * plain_columns + at, found, mask=at < plain_columns)
+
+
+@triton.jit
 def weighted_kernel(weights, values, out, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Write sum_i w_i v_i for a block of columns; a row of weight 0 is left out, finite or not."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, rows, ROWS):
         row = start + tl.arange(0, ROWS)
         w = tl.load(weights + row, mask=row < rows, other=0.0)
         place = values + row.to(tl.int64)[:, None] * columns + at[None, :]
         found = tl.load(place, mask=(w != 0)[:, None] & (at < columns)[None, :], other=0.0)
-        total += tl.sum(found * w[:, None], 0)
-    tl.store(out + at, total, mask=at < columns)
+        total += found * w[:, None]
+    tl.store(out + at, tl.sum(total, 0), mask=at < columns)
 
 
 @triton.jit
