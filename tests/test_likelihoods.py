@@ -334,3 +334,20 @@ def test_several_targets_learn_what_each_alone_would():
         assert mean[1, 1] > 2 * mean[0, 1]
         if isinstance(likely, Gaussian):
             torch.testing.assert_close(mean[0], torch.tensor([3.0, -3.0]), rtol=0.05, atol=0.1)
+
+
+def test_a_weighted_likelihood_learns_its_noise_too(tmp_path):
+    """By plain training: weights of 0 leave out records with a noise ten times as large."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 2, generator=generator)
+    size = torch.where(torch.arange(400) < 200, 0.1, 1.0)
+    y = x[:, 0] + size * torch.randn(400, generator=generator)
+    weight = (size < 1).float()
+    posterior = dpbnn.fit(
+        torch.nn.Linear(2, 1), (x, torch.stack([y, weight], 1)), Weighted(Gaussian(None)),
+        method=dpbnn.SGD(learning_rate=0.05, optimizer="adam"), seed=0,
+        plan=dpbnn.open_plan(n=400, sampling="full-batch", steps=400),
+    )  # fmt: skip
+    assert posterior.predict(x).aleatoric.sqrt().mean().item() == pytest.approx(0.1, abs=0.05)
+    posterior.save(tmp_path / "saved")
+    assert dpbnn.load(tmp_path / "saved").likelihood == posterior.likelihood

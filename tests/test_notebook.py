@@ -1,6 +1,7 @@
-"""How plan, statement, ledger, posterior and evaluation show themselves in a notebook."""
+"""What a notebook shows: plan, statement, ledger, posterior, evaluation, and a run's progress."""
 
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 import dpbnn
 from dpbnn.evaluation import evaluate
+from dpbnn.notebook import in_notebook
 
 EVIL = "<script>alert('x')</script>&"
 
@@ -57,3 +59,33 @@ def test_one_release_is_one_release():
     ledger = dpbnn.Ledger()
     ledger.spend(dpbnn.FullBatch(10).event(1.0, 1), label="one")
     assert "1 release on record" in str(ledger)
+
+
+BOOK = """
+import torch, dpbnn
+plan = dpbnn.plan(epsilon=1.0, delta=1e-5, n=100, batch_size=10, steps=7)
+x, y = torch.randn(100, 2), torch.randint(2, (100,))
+for progress in (None, False):
+    dpbnn.fit(torch.nn.Linear(2, 2), (x, y), method=dpbnn.SGD(), plan=plan, progress=progress)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_run_in_a_notebook_shows_one_bar_that_is_replaced_in_place(tmp_path, monkeypatch):
+    nbformat, client = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(dpbnn.__file__).parents[1]))
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(BOOK)])
+    outputs = client.execute(book, timeout=240).cells[0].outputs
+    shown = [out["data"]["text/html"] for out in outputs if out["output_type"] == "display_data"]
+    assert len(shown) == 1
+    assert '<progress value="7" max="7">' in shown[0]
+    assert "step 7/7, epsilon <= " in shown[0]
+    texts = [out["text"] for out in outputs if out["output_type"] == "stream"]
+    assert not any("training" in text for text in texts)
+
+
+def test_without_a_notebook_there_is_none():
+    assert not in_notebook()

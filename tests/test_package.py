@@ -65,7 +65,7 @@ BELOW = {
         "units",
         "",
     },
-    "progress": {"privacy"},
+    "progress": {"notebook", "privacy"},
     "threads": set(),
     "computed": set(),
     "checkpoint": {"computed", "privacy", "storage"},
@@ -90,6 +90,7 @@ BELOW = {
     "training": {
         "captured",
         "fit_arguments",
+        "progress",
         "threads",
         "open_training",
         "rank_rows",

@@ -1,5 +1,7 @@
 """Estimators and the command line with a person as the unit."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -255,10 +257,103 @@ def test_a_check_finds_that_the_persons_column_is_absent(place, capsys):
     assert "the unit 'patient_id' of the schema is absent" in error
 
 
-def test_compare_refuses_units(place, capsys):
-    code, _, error = run(
-        capsys, "compare", place / "train.csv", "--schema", place / "schema.toml", "--epsilons",
-        "1", "--delta", 1e-4, "--test", place / "train.csv", "--out", place / "cells",
+def test_a_check_finds_records_of_nobody(place, capsys):
+    rows = (place / "train.csv").read_text().splitlines()
+    rows[2] = "," + rows[2].partition(",")[2]
+    (place / "other.csv").write_text("\n".join(rows) + "\n")
+    check = ("schema", "check", place / "other.csv", "--schema", place / "schema.toml")
+    code, _, error = run(capsys, *check)
+    assert code == 2
+    assert "unit 'patient_id': 1 record do not say whose" not in error
+    assert "unit 'patient_id': 1 record does not say whose it is; fill it in" in error
+    code, _, error = run(capsys, *check, "--show-values")
+    assert "line 3" in error
+    (place / "other.csv").write_text("\n".join([rows[0], *(f"p1,{r.partition(',')[2]}"
+                                                          for r in rows[1:])]) + "\n")  # fmt: skip
+    code, _, error = run(capsys, *check)
+    assert code == 2
+    assert "all records are of one unit" in error
+
+
+def test_compare_protects_patients(place, capsys):
+    rows = (place / "train.csv").read_text().splitlines()
+    (place / "test.csv").write_text("\n".join(rows[:40]) + "\n")
+    common = (
+        "compare", place / "train.csv", "--schema", place / "schema.toml", "--epsilons", "3",
+        "--delta", 1e-4, "--methods", "auto,sgd", "--epochs", 3, "--test", place / "test.csv",
+        "--out", place / "cells",
     )  # fmt: skip
-    assert code
-    assert "compare is for records" in error
+    code, _, error = run(capsys, *common, "--yes", "--max-records", 2)
+    assert code == 2
+    assert "max_records=2" in error
+    assert not (place / "cells").exists()
+    code, text, error = run(capsys, *common, "--yes", "--max-records", 5)
+    assert code == 0, error
+    assert f"{len(rows) - 1} rows of {PERSONS} patients" in text
+    ledger = dpbnn.Ledger(place / "cells" / "ledger.jsonl")
+    statement = ledger.statement(delta=1e-4)
+    assert statement.unit == "one patient"
+    assert {part.event.unit for part in statement.released} == {"patient"}
+    told = float(text.split("Together they spend epsilon ")[1].split()[0])
+    assert statement.epsilon <= told
+    page = (place / "cells" / "compare.html").read_text()
+    assert "one patient" in page
+    assert "one record" not in page
+
+
+def test_a_plan_for_patients(capsys):
+    common = ("plan", "--epsilon", 1, "--delta", 1e-5, "--n", 2000, "--batch-size", 200,
+              "--epochs", 10)  # fmt: skip
+    code, text, error = run(capsys, *common, "--unit", "patient")
+    assert code == 0, error
+    assert "one patient with all its" in " ".join(text.split())
+    assert "2000 patients" in " ".join(text.split())
+    found = [json.loads(run(capsys, *common, *more, "--json")[1])
+             for more in ((), ("--unit", "patient"))]  # fmt: skip
+    assert found[0]["epsilon"] == found[1]["epsilon"]  # the same noise, for another unit
+    del found[1]["epsilons"], found[1]["attack"]
+    assert dpbnn.Plan.from_dict(found[1]).sampler.unit == "patient"
+    code, _, error = run(capsys, *common, "--unit", "record")
+    assert code == 2
+
+
+@pytest.mark.parametrize("on_bad_rows", ["error", "zero"])
+def test_rows_beyond_max_records_are_bad_rows(table, on_bad_rows):
+    x, y, who = table
+    model = classifier(on_bad_rows=on_bad_rows, epochs=2)
+    if on_bad_rows == "error":
+        with pytest.raises(ValueError, match="max_records=2"):
+            model.fit(x, y, units=who, max_records=2)
+        model.fit(x, y, units=who, max_records=5)
+    else:
+        model.fit(x, y, units=who, max_records=2)
+    assert model.privacy_.unit == "one person"
+
+
+@pytest.mark.filterwarnings("ignore:epsilon = ")
+@pytest.mark.parametrize("person", ["p3", "p11", "p40"])
+def test_a_person_with_too_many_rows_moves_each_sum_by_the_clip_at_most(table, person):
+    """Replay: in one table all of a person's rows are bad; some are beyond max_records."""
+    x, y, who = table
+    bad = x.copy()
+    bad[who == person] = np.nan
+
+    def fit(inputs):
+        model = classifier(on_bad_rows="zero", epochs=2, epsilon=20.0)
+        return model.fit(inputs, y, units=who, max_records=2).standardisation_
+
+    result = dpbnn.replay(fit, x, bad, trace=False).check()
+    assert 0 < result.worst <= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"max_records": 2}, "say whose they are"), ({"max_records": 0}, "max_records")],
+)
+def test_wrong_max_records_are_refused_first(table, options, words):
+    x, y, who = table
+    ledger = dpbnn.Ledger()
+    more = {} if options["max_records"] else {"units": who}
+    with pytest.raises(ValueError, match=words):
+        classifier(ledger=ledger).fit(x, y, **more, **options)
+    assert ledger.releases == 0

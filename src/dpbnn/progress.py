@@ -7,12 +7,16 @@ import math
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
+from dpbnn.notebook import in_notebook, live
 from dpbnn.privacy.checks import round_up
 from dpbnn.privacy.plan import Plan
 
-__all__ = ["deferred_interrupt", "progress_bar"]
+__all__ = ["deferred_interrupt", "progress_bar", "shows_progress"]
+
+_PAUSE = 0.2  # seconds between two states of a bar in a notebook
 
 
 @contextlib.contextmanager
@@ -40,11 +44,16 @@ def deferred_interrupt() -> Iterator[Callable[[], BaseException | None]]:
             signal.signal(number, handler)
 
 
+def shows_progress() -> bool:
+    """Return whether a run shows its progress where nobody has said so."""
+    return sys.stderr.isatty() or in_notebook()
+
+
 @contextlib.contextmanager
 def progress_bar(plan: Plan, start: int, wanted: bool) -> Iterator[Callable[[int], None]]:
     """Show steps, an upper bound on the epsilon spent so far, and the time left.
 
-    On a terminal that is a bar, elsewhere a line four times in a run.
+    On a terminal and in a notebook that is a bar, elsewhere a line four times in a run.
     """
     if not wanted:
         yield lambda step: None
@@ -70,6 +79,9 @@ def progress_bar(plan: Plan, start: int, wanted: bool) -> Iterator[Callable[[int
             marks[mark] = round_up(plan.epsilon_after(mark), 3)
         return f"epsilon <= {marks[mark]}"
 
+    if in_notebook():
+        yield _notebook_bar(plan.steps, start, spent)
+        return
     console = Console(stderr=True)
     if not console.is_terminal:
 
@@ -82,3 +94,26 @@ def progress_bar(plan: Plan, start: int, wanted: bool) -> Iterator[Callable[[int
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=plan.steps, completed=start, spent=spent(max(1, start)))
         yield lambda step: bar.update(task, completed=step, spent=spent(step))
+
+
+def _notebook_bar(steps: int, start: int, spent: Callable[[int], str]) -> Callable[[int], None]:
+    """Return what shows a step: HTML that is replaced in place, and needs no widgets."""
+    began = last = time.monotonic()
+
+    def page(step: int) -> str:
+        text = f"step {step}/{steps}, {spent(max(1, step))}"
+        if start < step < steps:
+            left = (time.monotonic() - began) / (step - start) * (steps - step)
+            text += f", about {left:.0f} s left"
+        return f'training <progress value="{step}" max="{steps}"></progress> {text}'
+
+    show = live(page(start))
+
+    def advance(step: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _PAUSE or step == steps:
+            last = now
+            show(page(step))
+
+    return advance

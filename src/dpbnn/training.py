@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import hashlib
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -44,6 +43,7 @@ from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.slices import SlicedShares
 from dpbnn.privacy.statement import PrivacyStatement
 from dpbnn.privacy.units import by_unit as counted_by
+from dpbnn.progress import shows_progress
 from dpbnn.rank_rows import RankRows, over_ranks
 from dpbnn.ranks import joined, of_mesh
 from dpbnn.resume import FAILED, Run
@@ -123,7 +123,7 @@ def fit(
         max_records: public number of records of a person that count; the rest are bad rows. Large
             runs are faster with it.
         tuning_runs: how many other runs on this data chose the settings, for the statement.
-        progress: show a progress bar; by default on a terminal.
+        progress: show a progress bar; by default on a terminal and in a notebook.
         debug_seed: seeds noise and sampling; the statement then says "debug: not private".
         observers: each is a `BayesianAccountant`, which gets the clipped norms of every release.
             What it estimates is raw: it is in no statement and in nothing that is saved.
@@ -216,7 +216,7 @@ def fit(
             beside_paid=beside_paid, seed=seed, group=group,
         )  # fmt: skip
         with run.opened():
-            shown = sys.stderr.isatty() if progress is None else progress
+            shown = shows_progress() if progress is None else progress
             run.train(shown and group.rank == 0)
             return run.posterior(tuning_runs)
 

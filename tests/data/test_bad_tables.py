@@ -111,7 +111,7 @@ def test_damaged_and_pickled_array_files(tmp_path):
 def test_wrong_settings_of_reading(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text(GOOD)
-    refused(lambda: read_table(path, names=["a"]), "3 columns", "1 names")
+    refused(lambda: read_table(path, names=["a"]), "3 values", "1 names")
     refused(lambda: read_table(path, separator="x"), "separator='x'")
     refused(lambda: read_table(path, decimal="x"), "decimal='x'")
     refused(lambda: read_table(path, encoding="klingon"), "klingon", "utf-8")

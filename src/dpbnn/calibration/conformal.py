@@ -12,7 +12,8 @@ from torch import Tensor
 from dpbnn.calibration import prefix
 from dpbnn.calibration.release import Budget, Records, release, row_blocks
 from dpbnn.contributions.dense import ChunkedContributions
-from dpbnn.predictive import ClassPredictive, Predictive, RealPredictive
+from dpbnn.predictive import ClassPredictive, Predictive
+from dpbnn.predictive.base import NumberPredictive
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.plan import Plan
@@ -80,7 +81,7 @@ class ConformalPosterior:
         Several outputs are covered together: the box of their intervals holds the target.
         """
         predictive = self.predict(x)
-        if not isinstance(predictive, RealPredictive):
+        if not isinstance(predictive, NumberPredictive):
             raise TypeError("the targets are classes; use predict_set")
         mean, std = predictive.mean.double(), predictive.std.double()
         return mean - self.threshold * std, mean + self.threshold * std

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dpbnn.contributions.dense import ChunkedContributions, DenseContributions
 from dpbnn.messages import as_numbers, check_on_bad_rows, refuse_rows, unquoted
-from dpbnn.predictive import ClassPredictive, Predictive, RealPredictive
+from dpbnn.predictive import ClassPredictive, Predictive
+from dpbnn.predictive.base import NumberPredictive
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
@@ -194,7 +195,7 @@ class Records:
             y: the targets, where they are numbered in another way than the records'.
         """
         y = (self.y if y is None else y).cpu()
-        if isinstance(predictive, RealPredictive):
+        if isinstance(predictive, NumberPredictive):
             if y.numel() != predictive.mean.numel():
                 raise ValueError(
                     f"the calibration targets have shape {list(y.shape)} for predictions of shape "

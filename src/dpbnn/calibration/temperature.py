@@ -165,7 +165,12 @@ def tempered(predictive: Predictive, temperature: float) -> Predictive:
     if isinstance(predictive, RealPredictive):
         spread = (predictive.means - predictive.mean) * math.sqrt(temperature)
         return RealPredictive(predictive.mean + spread, predictive.variances * temperature)
-    raise TypeError(f"{type(predictive).__name__} has no temperature; give classes or real targets")
+    raise _no_temperature(predictive)
+
+
+def _no_temperature(predictive: Predictive) -> TypeError:
+    name = type(predictive).__name__
+    return TypeError(f"{name} has no temperature; give classes or real targets")
 
 
 def _contributed(
@@ -180,8 +185,9 @@ def _contributed(
         parts = [predictive.log_probabilities.clamp(min=_LOWEST)]
         target = y.to(parts[0].device, torch.long)
         task, count = "classification", _slope
+    elif not isinstance(predictive, RealPredictive):
+        raise _no_temperature(predictive)
     else:
-        assert isinstance(predictive, RealPredictive)
         parts = [predictive.means, predictive.variances]
         task, count = "regression", _inside
         target = y.to(predictive.means).reshape(predictive.mean.shape).double()

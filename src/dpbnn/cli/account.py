@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 @click.option(
     "--noise-multiplier", type=float, help="Noise std / clip; left out, it is solved for."
 )
-@click.option("--n", type=int, required=True, help="Number of records, public.")
+@click.option("--n", type=int, required=True, help="Number of records, or of units, public.")
+@click.option("--unit", default="", metavar="NAME", help="What n and the batch size count, where "
+              "all records of a unit are protected together: patient, say.")  # fmt: skip
 @click.option("--batch-size", type=float, help="Expected batch size.")
 @click.option("--epochs", type=float, help="Passes over the data; left out, solved for.")
 @click.option("--steps", type=int, help="Number of releases, instead of --epochs.")
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
               help="zero-out, add/remove or replace-one.")  # fmt: skip
 @click.option("--accountant", help="pld, rdp, exact or gdp-clt [default: the tightest rigorous].")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def plan_command(as_json: bool, **arguments: Any) -> None:
+def plan_command(as_json: bool, unit: str, **arguments: Any) -> None:
     r"""Say what a run costs, or how much noise a budget needs, before any data is seen.
 
     Give all of --epsilon, --noise-multiplier and --epochs (or --steps) but one.
@@ -43,7 +45,9 @@ def plan_command(as_json: bool, **arguments: Any) -> None:
     Example:
       dpbnn plan --epsilon 1 --delta 1e-5 --n 60000 --batch-size 256 --epochs 15
     """
-    plan = dpbnn.plan(**arguments)
+    from dpbnn.privacy.units import by_unit
+
+    plan = by_unit(dpbnn.plan(**arguments), unit)
     if as_json:
         attack = plan.statement().to_dict()["attack"]
         values = {**plan.to_dict(), "epsilons": plan.epsilons(), "attack": attack}
@@ -91,6 +95,7 @@ def plan_table(plan: Plan) -> Table:
     """Return the plan as a table, with epsilon by every accountant and noise against signal."""
     from rich.table import Table
 
+    unit = plan.sampler.unit or "record"
     table = Table("quantity", "value", "meaning", title="Privacy plan", title_justify="left")
     table.add_row(
         "epsilon", round_up(plan.epsilon), f"by {plan.accountant}, at delta {plan.delta:g}"
@@ -103,16 +108,16 @@ def plan_table(plan: Plan) -> Table:
         if attack.mu is not None:
             table.add_row("mu", round_up(attack.mu), f"{attack.scope}, upper bound")
         right = f"{round_up(100 * attack.right, 3)} %"
-        table.add_row("best attack", right, "right guesses whether one record was used, at most; "
+        table.add_row("best attack", right, f"right guesses whether one {unit} was used, at most; "
                       "a coin has 50 %")  # fmt: skip
         for share, power in attack.power.items():
             table.add_row(f"  at {100 * share:g} % false alarms", f"{round_up(100 * power, 3)} %",
-                          "of the used records are found, at most")  # fmt: skip
+                          f"of the used {unit}s are found, at most")  # fmt: skip
     table.add_row("noise multiplier", f"{plan.noise_multiplier:.5g}", "noise std / clip")
-    table.add_row("steps", str(plan.steps), f"{plan.epochs:.4g} passes over n = {plan.n}")
+    table.add_row("steps", str(plan.steps), f"{plan.epochs:.4g} passes over n = {plan.n} {unit}s")
     table.add_row("sampling", plan.sampling, f"rate {plan.sample_rate:.4g}, expected batch "
-                  f"{plan.batch_size:g}")  # fmt: skip
-    table.add_row("relation", str(plan.relation), plan.relation.describe())
+                  f"{plan.batch_size:g} {unit}s")  # fmt: skip
+    table.add_row("relation", str(plan.relation), plan.relation.describe(unit))
     signal = plan.noise_multiplier / plan.batch_size
     table.add_row("noise / signal", f"{signal:.3g}", "per coordinate and step: noise std over the "
                   "largest clipped sum")  # fmt: skip

@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import dpbnn
+from dpbnn.cli.evaluate import asked, metric_options
 from dpbnn.cli.fit import read_training_table, table_options, training_options, unfitted
 from dpbnn.cli.options import read
 from dpbnn.cli.say import Speaker, speaking
 from dpbnn.privacy.checks import round_up
 
 if TYPE_CHECKING:
-    from dpbnn.data import Table
+    from dpbnn.data import Schema, Table
     from dpbnn.estimators.estimator import PrivateBayes
+    from dpbnn.estimators.persons import Persons
     from dpbnn.privacy.plan import Plan
+    from dpbnn.report import ComparisonRow
+    from dpbnn.runs import Run
 
 _PATH = click.Path(path_type=Path)
 
@@ -27,6 +31,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--methods", default="sgld,bbp", show_default=True, help="Names, with commas.")
 @click.option("--epsilons", required=True, help="Budgets of single runs, such as 0.5,1,2.")
 @click.option("--test", type=_PATH, required=True, help="The table that all are evaluated on.")
+@metric_options
 @training_options
 @click.option("--out", type=_PATH, required=True, help="The folder to be made: a run directory "
               "for each, their ledger, and compare.html.")  # fmt: skip
@@ -37,6 +42,9 @@ def compare_command(
     methods: str,
     epsilons: str,
     test: Path,
+    group: str | None,
+    threshold: float,
+    positive: str | None,
     out: Path,
     yes: bool,
     ledger: Path | None,
@@ -52,6 +60,7 @@ def compare_command(
     """
     import numpy as np
 
+    from dpbnn.estimators.fitting import planned
     from dpbnn.estimators.recipes import METHODS
 
     cells = [(method, epsilon) for method in _names(methods) for epsilon in _budgets(epsilons)]
@@ -61,8 +70,7 @@ def compare_command(
         raise ValueError(f"{out}: its parent is not a folder; make that one first")
     with speaker.warnings():
         schema, table_rows = read_training_table(table, options, private=True, ledger=ledger)
-        if schema.unit:
-            raise ValueError("unit: compare is for records; fit persons one by one, by 'dpbnn fit'")
+        persons = _persons(schema, table_rows, options)
         x, _ = schema.encode(table_rows, target=True, on_bad_rows=options["on_bad_rows"])
         tested = read(test, options)
         inputs, _ = schema.encode(tested, target=True, on_bad_rows=options["on_bad_rows"])
@@ -71,13 +79,20 @@ def compare_command(
             raise ValueError(f"{test}: is the training table; give other records as --test")
         if options["on_bad_rows"] == "zero":
             tested = tested.take(usable)
+        figures = asked(schema.classes or (), tested, group, threshold, positive)
     for method, _ in cells:
         if schema.classes is not None and not METHODS[method].classifies:
             raise ValueError(f"--methods {method}: is for regression; leave it out")
+        if schema.target.weights is not None and METHODS[method].method.noise_aware:
+            raise ValueError(f"--methods {method}: has no class weights; leave it out")
     classes = None if schema.classes is None else len(schema.classes)
-    plans = [unfitted(schema, *cell, ledger, options).planned(*x.shape, classes) for cell in cells]
+    estimators = [unfitted(schema, *cell, ledger, options) for cell in cells]
+    for estimator in estimators:
+        estimator._check_settings()
+    plans = [planned(estimator, *x.shape, classes, persons) for estimator in estimators]
     total = dpbnn.compose(*plans)
-    speaker.say(f"{table}: {len(x)} rows; {len(cells)} runs: {_shown(cells)}.")
+    whose = f" of {persons.count} {persons.unit}s" if persons.count else ""
+    speaker.say(f"{table}: {len(x)} rows{whose}; {len(cells)} runs: {_shown(cells)}.")
     speaker.say(
         f"Together they spend epsilon {round_up(total.epsilon)} at delta {total.delta:g} "
         f"(composed by {total.accountant})."
@@ -95,42 +110,60 @@ def compare_command(
     for (method, epsilon), plan in zip(cells, plans, strict=True):
         speaker.say(f"{method} at epsilon {epsilon:g}")
         estimator = unfitted(schema, method, epsilon, None, options)
-        rows.append(_run(estimator, table_rows, tested, plan, out, book, table.name, speaker))
+        fitted = _fitted(estimator, table_rows, options["max_records"], plan, out, book, table.name,
+                         speaker)  # fmt: skip
+        rows.append(_tested(fitted, tested, figures, plan, speaker))
     _finish(rows, total, out, book, speaker, options["tuning_runs"])
 
 
-def _run(
+def _persons(schema: Schema, rows: Table, options: dict[str, Any]) -> Persons:
+    """Return whose rows they are; a row is nobody's but its own where the schema has no unit."""
+    from dpbnn.estimators.persons import Persons, unit_name
+
+    return Persons.of(
+        schema.units(rows), unit_name(schema.unit), rows.n, options["on_bad_rows"],
+        options["max_records"],
+    )  # fmt: skip
+
+
+def _fitted(
     estimator: PrivateBayes,
     rows: Table,
-    tested: Table,
+    most: int | None,
     plan: Plan,
     out: Path,
     book: Path,
     table: str,
     speaker: Speaker,
-) -> Any:
-    """Fit and evaluate one cell of the comparison, and return its row."""
-    from dpbnn import report
+) -> Run:
+    """Fit one cell of the comparison, and return its run."""
     from dpbnn.estimators.fitting import train
-    from dpbnn.estimators.recipes import default_delta
-    from dpbnn.estimators.workspace import REPORT
     from dpbnn.runs import Run
 
-    method = estimator.method
-    name = f"{method}-{estimator.epsilon:g}"
-    delta = None if book.exists() else estimator.delta or default_delta(rows.n)
+    folder = out / f"{estimator.method}-{estimator.epsilon:g}"
+    delta = None if book.exists() else plan.delta
     estimator.set_params(ledger=dpbnn.Ledger(book, delta=delta), progress=speaker.progress)
     with speaker.warnings():
-        train(estimator, rows, out=out / name, settings={"table": table})
-    run = Run.open(out / name)
-    evaluation = run.tested(tested).evaluation
-    run.write_metrics(evaluation.to_dict())
-    written = report.write(run.page(evaluation), run.folder / REPORT)
-    speaker.say(evaluation)
+        train(estimator, rows, max_records=most, out=folder, settings={"table": table})
+    return Run.open(folder)
+
+
+def _tested(
+    run: Run, tested: Table, figures: dict[str, Any], plan: Plan, speaker: Speaker
+) -> ComparisonRow:
+    """Evaluate one cell, write its page, and return its row."""
+    from dpbnn import report
+    from dpbnn.estimators.workspace import REPORT
+
+    found = run.tested(tested, **figures)
+    run.write_page(run.folder / REPORT, found)
+    speaker.say(found.evaluation)
+    method = run.estimator.method
     own = plan.statement(
-        labels=[method] * len(plan.events), clip=estimator.posterior_.settings["clip"]
+        labels=[method] * len(plan.events), clip=run.estimator.posterior_.settings["clip"]
     )
-    return report.ComparisonRow(method, own, evaluation, report=f"{name}/{written.name}")
+    page = f"{run.folder.name}/{REPORT}"
+    return report.ComparisonRow(method, own, found.evaluation, report=page)
 
 
 def _finish(

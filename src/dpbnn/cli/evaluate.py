@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dpbnn.cli.options import read, reading_options
+from dpbnn.cli.options import read, reading_options, with_options
 from dpbnn.cli.say import Speaker, speaking
 
 if TYPE_CHECKING:
@@ -19,28 +20,43 @@ _PATH = click.Path(path_type=Path)
 _NOTE = "These figures are computed from the test data, which are not protected."
 
 
+def metric_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options that say which figures are computed."""
+    options = (
+        click.option("--group", metavar="COLUMN", help="A public column of the test table: metrics "
+                     "are given for each of its values too."),
+        click.option("--threshold", type=float, default=0.5, show_default=True,
+                     help="Probability from which a record counts as found, for recall."),
+        click.option("--positive", metavar="CLASS", help="The positive one of two classes "
+                     "[default: the second of the schema]."),
+    )  # fmt: skip
+    return with_options(command, options)
+
+
+def asked(
+    classes: Sequence[str], rows: Table, group: str | None, threshold: float, positive: str | None
+) -> dict[str, Any]:
+    """Return the options of `dpbnn.evaluation.evaluate` that a command's own ask for.
+
+    Args:
+        classes: names of the classes; none for a number.
+        rows: the test table.
+        group: as in `metric_options`.
+        threshold: likewise.
+        positive: likewise.
+    """
+    if not 0 < threshold <= 1:
+        raise ValueError(f"--threshold {threshold:g}: must lie between 0 and 1, such as 0.5")
+    found: dict[str, Any] = {"threshold": threshold, **_positive(classes, positive)}
+    return found if group is None else {**found, "groups": _group(rows, group), "group": group}
+
+
 @click.command("evaluate")
 @click.argument("run", type=_PATH)
 @click.argument("table", type=_PATH)
 @reading_options
 @click.option("--report", type=_PATH, help="The page [default: report.html in the run].")
-@click.option(
-    "--group",
-    metavar="COLUMN",
-    help="A public column of the table: metrics are given for each of its values too.",
-)
-@click.option(
-    "--threshold",
-    type=float,
-    default=0.5,
-    show_default=True,
-    help="Probability from which a record counts as found, for recall.",
-)
-@click.option(
-    "--positive",
-    metavar="CLASS",
-    help="The positive one of two classes [default: the second of the schema].",
-)
+@metric_options
 @click.option("--test-data-public", is_flag=True,
               help="Single test records may be shown in the report.")  # fmt: skip
 @click.option("--training-table", is_flag=True,
@@ -69,17 +85,16 @@ def evaluate_command(
     Example:
       dpbnn evaluate run/ test.csv --report report.html --group sex
     """
+    from dpbnn.estimators.pages import names_of
     from dpbnn.estimators.workspace import METRICS, REPORT
     from dpbnn.runs import Run
 
     with speaker.warnings():
         opened = Run.open(run, device)
         rows = read(table, options)
-        asked = {"threshold": threshold, **_positive(opened, positive)}
-        if group is not None:
-            asked |= {"groups": _group(rows, group), "group": group}
+        own = asked(names_of(opened.estimator), rows, group, threshold, positive)
         inputs, truth = _columns(opened, rows, target)
-        found = opened.tested(inputs, truth, training_table=training_table, **asked)
+        found = opened.tested(inputs, truth, training_table=training_table, **own)
     written = report or opened.folder / REPORT
     values = opened.write_page(written, found, rows if test_data_public else None)
     speaker.say(found.evaluation)
@@ -130,11 +145,8 @@ def _columns(run: Run, rows: Table, target: str | None) -> tuple[Table, Any]:
     return type(rows)(others, source=rows.source, missing=rows.missing), rows[target]
 
 
-def _positive(run: Run, name: str | None) -> dict[str, int]:
+def _positive(classes: Sequence[str], name: str | None) -> dict[str, int]:
     """Return the number of the positive class, of two."""
-    from dpbnn.estimators.pages import names_of
-
-    classes = names_of(run.estimator)
     if name is None:
         return {}
     if len(classes) != 2 or name not in classes:

@@ -27,8 +27,10 @@ def table_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--target", help="The column to be predicted, where there is no schema."),
         click.option("--bounds", type=_PATH, help="TOML with a line for every column, such as "
                      "age = [17, 90] or sex = [\"F\", \"M\"], the target's too."),
-        click.option("--task", type=click.Choice(["classification", "regression"]),
-                     help="Where the target's two numbers are classes, not bounds."),
+        click.option("--task",
+                     type=click.Choice(["classification", "regression", "count", "ordinal"]),
+                     help="What the target is, where there is no schema: two numbers are classes "
+                     "or bounds, a count has bounds, ordinal classes come lowest first."),
         click.option("--on-bad-rows", type=click.Choice(["error", "zero"]), default="error",
                      show_default=True, help="Refuse bad rows, or let them contribute nothing."),
     )  # fmt: skip
@@ -54,6 +56,8 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
                      help="Of initialisation and prediction; noise has none."),
         click.option("--device", help="cpu or cuda [default: cpu]."),
         click.option("--ledger", type=_PATH, help="Spend from this ledger and its budget."),
+        click.option("--max-records", type=int, help="Public number of rows of a person that "
+                     "count, where the schema has a unit; more are bad rows."),
         click.option("--tuning-runs", type=int, help="How many other runs on this data chose the "
                      "settings, for the statement."),
     )  # fmt: skip
@@ -114,14 +118,17 @@ def fit_command(
         schema, rows = read_training_table(table, options, private=not non_private, ledger=ledger)
         speaker.say(
             f"{table}: {rows.n} rows, {len(schema.columns)} columns ({len(schema.features)} after "
-            f"encoding), {schema.task} of {schema.target.name!r}."
+            f"encoding), {_task(schema)} of {schema.target.name!r}."
         )
         if non_private:
             speaker.say("*** NOT PRIVATE *** --non-private trains without any guarantee.")
         estimator = unfitted(schema, method, epsilon, ledger, options)
         estimator.set_params(progress=speaker.progress)
         settings = {"table": table.name}
-        train(estimator, rows, out=out, resume=resume, overwrite=overwrite, settings=settings)
+        train(
+            estimator, rows, max_records=options["max_records"], out=out, resume=resume,
+            overwrite=overwrite, settings=settings,
+        )  # fmt: skip
     for name, value in estimator.calibration_.items():
         speaker.say(f"Calibration, {name}: {value:.4g}")
     speaker.say(f"Wrote {out}.")
@@ -170,6 +177,11 @@ def unfitted(
     if options.get("class_weight"):
         raise ValueError("--class-weight: the target is a number and has no classes; leave it out")
     return dpbnn.PrivateBayesRegressor(**arguments)
+
+
+def _task(schema: Schema) -> str:
+    kinds = {"count": "counts", "ordinal": "classification in order"}
+    return kinds.get(schema.target.kind, schema.task)
 
 
 def _class_weight(texts: Sequence[str], schema: Schema) -> dict[Any, float] | None:

@@ -31,7 +31,7 @@ _ROWS = 8192  # predicted at once
 @reading_options
 @click.option("--out", type=_PATH, help="The CSV file [default: print it].")
 @click.option("--level", type=float, default=0.9, show_default=True,
-              help="Probability of the interval, for a real target.")  # fmt: skip
+              help="Probability of the interval, for numbers and ordered classes.")  # fmt: skip
 @click.option(
     "--id",
     "identifier",
@@ -64,7 +64,8 @@ def predict_command(
     \b
     Classes: prediction, one probability p(CLASS) each, std (of the predicted class's probability
     over the posterior), epistemic and aleatoric uncertainty in nats.
-    Numbers: mean, std, epistemic and aleatoric std, low and high end of the interval.
+    Numbers and counts: mean, std, epistemic and aleatoric std, low and high end of the interval.
+    Classes with an order: those of classes, and low and high, the ends of the interval.
     A run with --conformal adds what covers the truth: the set of classes, with | between them, or
     conformal_low and conformal_high.
 
@@ -221,7 +222,8 @@ def _header(run: Run) -> list[str]:
     covers = run.estimator.threshold_ is not None
     if classes := names_of(run.estimator):
         shares = [f"p({name})" for name in classes]
-        return ["prediction", *shares, "std", "epistemic", "aleatoric", *["set"] * covers]
+        ends = ["low", "high"] * run.estimator.ordered
+        return ["prediction", *shares, "std", "epistemic", "aleatoric", *ends, *["set"] * covers]
     ends = ["conformal_low", "conformal_high"] * covers
     return ["mean", "std", "epistemic", "aleatoric", "low", "high", *ends]
 
@@ -241,6 +243,14 @@ def _covering(run: Run, predictive: Predictive) -> Iterator[list[Any]]:
             yield [f"{end:.6g}" for end in ends]
 
 
+def _class_ends(predictive: Any, level: float, classes: tuple[str, ...]) -> Iterator[list[str]]:
+    """Yield the lowest and highest class of the interval, for every row."""
+    tail = (1 - level) / 2
+    ends = (predictive.class_quantile(q).tolist() for q in (tail, 1 - tail))
+    for low, high in zip(*ends, strict=True):
+        yield [classes[low], classes[high]]
+
+
 def _lines(run: Run, predictive: Predictive, level: float) -> Iterator[list[Any]]:
     from dpbnn.estimators.pages import names_of
 
@@ -248,8 +258,10 @@ def _lines(run: Run, predictive: Predictive, level: float) -> Iterator[list[Any]
         chosen = predictive.mode
         spread = predictive.probabilities.std(0, correction=0).gather(1, chosen[:, None])[:, 0]
         columns = [*predictive.mean.T, spread, predictive.epistemic, predictive.aleatoric]
+        ends = _class_ends(predictive, level, classes) if run.estimator.ordered else None
         for which, *values in zip(chosen.tolist(), *(c.tolist() for c in columns), strict=True):
-            yield [classes[which], *(f"{value:.6g}" for value in values)]
+            more = [] if ends is None else next(ends)
+            yield [classes[which], *(f"{value:.6g}" for value in values), *more]
         return
     low, high = predictive.interval(level)
     parts = (predictive.epistemic.sqrt(), predictive.aleatoric.sqrt())

@@ -31,15 +31,18 @@ def chosen_schema(
         bounds: a TOML file with one line for every column: two numbers are bounds, a list of texts
             is categories.
         private: whether bounds and categories must be public.
-        task: "classification" or "regression", where the target's line could mean both.
+        task: "classification", "regression", "count" or "ordinal", where the target's line could
+            mean several.
         ledger: what training is charged to; None for a ledger of its own.
     """
     from dpbnn.data import Schema
     from dpbnn.privacy.ledger import Ledger
 
     if schema is not None:
-        if target is not None or bounds is not None:
-            raise ValueError("--schema: states target and bounds; leave --target and --bounds out")
+        if any(given is not None for given in (target, bounds, task)):
+            raise ValueError(
+                "--schema: states target, bounds and task; leave --target, --bounds and --task out"
+            )
         found = Schema.read(schema)
         if private and not found.public:
             raise ValueError(
@@ -83,13 +86,15 @@ def _described(path: Path, target: str, task: str | None) -> dict[str, Any]:
         if name == target and task is None and numbers and _look_like_labels(value):
             raise ValueError(
                 f"{path}: {name} = {value} can be two classes or the bounds of a number; add "
-                f"--task classification or --task regression"
+                f"--task classification or --task regression (or count, or ordinal)"
             )
-        classes = name == target and task == "classification"
+        classes = name == target and task in ("classification", "ordinal")
         key = "bounds" if numbers and len(value) == 2 and not classes else "categories"
         columns[name] = {key: value if key == "bounds" else [str(v) for v in value]}
     own = columns.pop(target)
     aim = {"name": target, **{{"categories": "classes"}.get(k, k): v for k, v in own.items()}}
+    if task in ("count", "ordinal"):
+        aim["kind"] = task
     return {"target": aim, "columns": columns}
 
 

@@ -5,6 +5,7 @@ A message counts bad values. It quotes a value and its row only with on_bad_rows
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,8 +13,10 @@ import numpy as np
 
 from dpbnn.data.column import Column, all_missing
 from dpbnn.data.faults import bad_rows
-from dpbnn.data.schema import Schema, column_of_values, target_of_values
+from dpbnn.data.schema import Schema, column_of_values, unit_labels
 from dpbnn.data.table import Table, TableError
+from dpbnn.data.target import encoded, target_of_values
+from dpbnn.units import numbered
 
 _ROWS = 100_000  # checked at once
 _SHOWN = 20  # bad values of a column that are quoted, where they may be
@@ -62,11 +65,38 @@ def problems(values: Mapping[str, Any], table: Table | None, show: bool = False)
         if column is not None and name in table:
             found += _in_column(column, table, show, _faults_of(column, table))
     if target is not None and target.name in table:
-        of_target = target.classes if target.categories is not None else target.targets
-        found += _in_column(target, table, show, lambda raw: of_target(raw, table.missing)[1])
+        task = "regression" if target.categories is None else "classification"
+        faults = functools.partial(encoded, target, task, missing=table.missing)
+        found += _in_column(target, table, show, lambda raw: faults(raw)[1])
+    if unit is not None and unit in table:
+        found += _in_units(unit, table, show)
     if schema is not None and whole == len(found):
         tried(lambda: schema.check(table, on_bad_rows="show" if show else "error"))
     return found
+
+
+def _in_units(unit: str, table: Table, show: bool) -> list[str]:
+    """Return what is wrong with the column that says whose record each one is."""
+    whose, missing = numbered(unit_labels(table, unit))
+    count = int(missing.sum())
+    if count:
+        first = np.flatnonzero(missing.numpy())[:_SHOWN].tolist()
+        rows = f" ({', '.join(table.where(row) for row in first)})" if show else ""
+        what = (
+            "1 record does not say whose it is"
+            if count == 1
+            else (f"{count} records do not say whose they are")
+        )
+        return [
+            f"{table.source}, unit {unit!r}: {what}{rows}; fill it in, or fit with --on-bad-rows "
+            f"zero, where such records contribute nothing"
+        ]
+    if table.n > 1 and int(whose.max()) == 0:
+        return [
+            f"{table.source}, unit {unit!r}: all records are of one unit, and training needs 2 or "
+            f"more; name another column, or leave unit out"
+        ]
+    return []
 
 
 def _faults_of(column: Column, table: Table) -> Callable[[Any], list[Any]]:

@@ -22,6 +22,8 @@ from dpbnn.data.table import MISSING, Held, Table, TableError, cell, codes, days
 _RULES = {
     "numeric": ("refuse", "middle", "indicator"),
     "categorical": ("refuse", "zeros", "category"),
+    "count": ("refuse",),
+    "ordinal": ("refuse",),
 }
 _THOUSANDS = re.compile(r"[+-]?\d{1,3},\d{3}")  # the comma may be a decimal one
 DATE = re.compile(r"\d{4}-\d\d?-\d\d?(?:[T ]\d|$)|\d{4}/\d\d?/\d\d?$|\d\d?[./-]\d\d?[./-]\d{4}$")
@@ -42,7 +44,9 @@ class Column:
 
     Attributes:
         name: the column's name in the table.
-        kind: "numeric" or "categorical"; follows from bounds or categories if left out.
+        kind: "numeric" or "categorical"; follows from bounds or categories if left out. A target
+            may also be a "count", a whole number from 0 within the bounds, or "ordinal": its
+            categories have an order, the lowest first.
         bounds: (lowest, highest) value of a numeric column, from public knowledge; two dates, or
             ISO texts of them, for a column of dates, which is then a number of days.
         categories: all values of a categorical column, from public knowledge.
@@ -54,6 +58,7 @@ class Column:
         cuts: for a target only: numbers at which a numeric column is cut into classes; a value
             belongs to the first class whose cut it does not exceed.
         date: whether the bounds were dates; they are kept as days since 1970-01-01.
+        weights: for a target only: public weight of every class in training.
     """
 
     name: str
@@ -65,6 +70,7 @@ class Column:
     log: bool = False
     cuts: tuple[float, ...] | None = None
     date: bool = False
+    weights: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         self._need(isinstance(self.name, str) and self.name, "has no name; give one")
@@ -84,13 +90,19 @@ class Column:
             )
             kind = "numeric" if self.categories is None else "categorical"
             object.__setattr__(self, "kind", kind)
-        self._need(self.kind in _RULES, f"kind={self.kind!r}: must be 'numeric' or 'categorical'")
+        self._need(
+            self.kind in _RULES,
+            f"kind={self.kind!r}: must be 'numeric' or 'categorical'; of a target also 'count' or "
+            f"'ordinal'",
+        )
         self._need(
             self.missing in _RULES[self.kind],
             f"missing={self.missing!r}: must be one of {', '.join(map(repr, _RULES[self.kind]))} "
             f"for a {self.kind} column",
         )
-        if self.kind == "numeric":
+        if self.cuts is not None:
+            self._check_cut()
+        elif self.kind in ("numeric", "count"):
             self._check_numeric()
         else:
             self._check_categorical()
@@ -166,6 +178,19 @@ class Column:
         values, faults = self.scaled(raw, missing)
         return np.nan_to_num(values), [*faults, *_absent(np.isnan(values), _NO_TARGET)]
 
+    def counts(
+        self, raw: Held, missing: frozenset[str] = MISSING
+    ) -> tuple[np.ndarray, list[Fault]]:
+        """Return counts (int64), clipped to the bounds, and the faults."""
+        values, faults = self._numbers(raw, missing)
+        absent = np.isnan(values)
+        bad = ~absent & ((values < 0) | (values != np.rint(values)))
+        if bad.any():
+            faults = [*faults, Fault(bad, _no_count)]
+        assert self.bounds is not None
+        found = np.clip(np.where(absent | bad, self.bounds[0], values), *self.bounds)
+        return found.astype(np.int64), [*faults, *_absent(absent, _NO_TARGET)]
+
     def scaled(
         self, raw: Held, missing: frozenset[str] = MISSING
     ) -> tuple[np.ndarray, list[Fault]]:
@@ -212,8 +237,6 @@ class Column:
     def _check_numeric(self) -> None:
         for field in ("categories", "other"):
             self._need(not getattr(self, field), f"{field} goes with a categorical column only")
-        if self.cuts is not None:
-            return
         self._need(
             self.bounds is not None,
             "has no bounds; give bounds = [lowest, highest], from public knowledge",
@@ -234,7 +257,7 @@ class Column:
         object.__setattr__(self, "bounds", (low, high))
 
     def _check_categorical(self) -> None:
-        for field in ("bounds", "log", "cuts"):
+        for field in ("bounds", "log"):
             self._need(not getattr(self, field), f"{field} goes with a numeric column only")
         given = self.categories
         self._need(
@@ -248,28 +271,35 @@ class Column:
                 f"category {rule!r} has the name of the column that the rule adds; rename it",
             )
 
+    def _check_cut(self) -> None:
+        self._need(
+            self.kind in ("numeric", "ordinal") and self.categories and self.bounds is None,
+            "cuts go with classes, and with neither bounds nor another kind than 'ordinal'",
+        )
+
     def _need(self, condition: Any, problem: str) -> None:
         if not condition:
             raise TableError(f"schema, column {self.name!r}: {problem}")
 
 
-def cut(name: str, cuts: tuple[float, ...], classes: tuple[Any, ...]) -> Column:
+def cut(
+    name: str, cuts: tuple[float, ...], classes: tuple[Any, ...], kind: str = "numeric"
+) -> Column:
     """Return a target whose classes are ranges of a numeric column.
 
     Args:
         name: of the column.
         cuts: rising numbers; a value belongs to the first class whose cut it does not exceed.
         classes: their names, one more than there are cuts.
+        kind: "numeric", or "ordinal" where their order is to be used.
     """
     rising = all(a < b for a, b in itertools.pairwise(cuts))
-    if len(classes) != len(cuts) + 1 or not rising:
+    if len(classes) != len(cuts) + 1 or not rising or kind == "count":
         raise TableError(
             f"schema, target {name!r}: cuts = {list(cuts)} with {len(classes)} classes; give "
             f"rising cuts and one class more than cuts"
         )
-    column = Column(name, "numeric", cuts=tuple(float(c) for c in cuts))
-    object.__setattr__(column, "categories", _labels(name, classes))
-    return column
+    return Column(name, kind, categories=_labels(name, classes), cuts=tuple(float(c) for c in cuts))
 
 
 def _absent(absent: np.ndarray, cure: str) -> list[Fault]:
@@ -279,6 +309,11 @@ def _absent(absent: np.ndarray, cure: str) -> list[Fault]:
 def _no_date(value: Any) -> str:
     """Say that a value is no date, without quoting it."""
     return "is not a date; write it as 2020-12-31, or leave it empty if it is missing"
+
+
+def _no_count(value: Any) -> str:
+    """Say that a number is no count, without quoting it."""
+    return "is not a count; counts are whole numbers, 0 or more: correct it, or leave kind out"
 
 
 def _no_number(value: Any) -> str:
@@ -348,7 +383,7 @@ def all_missing(column: Column, table: Table) -> bool:
     """Return whether a column has no value in any row."""
     for start in range(0, table.n, _LOOK):
         raw = table.column(column.name, slice(start, start + _LOOK))
-        if column.kind == "numeric":
+        if column.kind in ("numeric", "count"):
             values, unread = numbers(raw, table.missing)
             present = not np.isnan(values).all() or unread is not None
         else:

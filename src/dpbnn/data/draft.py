@@ -23,6 +23,9 @@ _NOTES = """\
 # never from this data. Delete the columns that the model should not use.
 # A suggestion is what a column of that name often means; check it before you use it.
 # A target with bounds is a regression; write classes = [...] for a classification.
+# kind = 'count' says that the target is a whole number from 0, kind = 'ordinal' that
+# its classes have an order, the lowest first. weights = {CLASS = 5} lets records of a
+# class count five times in training.
 # Missing values: missing = 'refuse' (default); 'middle' or 'indicator' for
 # numbers; 'zeros' or 'category' for categories. other = true takes in unknown
 # categories; log = true suits skewed numbers that are never negative.
@@ -60,8 +63,10 @@ def drafted(table: Table, target: str) -> str:
     if aside:
         flagged = "".join(f"# {tomli_w.dumps({n: why}).strip()}\n" for n, why in aside.items())
         parts.append(
-            "# Left out, by name or type. Turn dates into numbers, such as days since a fixed\n"
-            f"# date, before you use them.\n{flagged}{one_line({'ignore': [*aside]})}"
+            "# Left out, by name or type. Give dates that you want to use two dates as bounds.\n"
+            "# Where several rows are of one person, write unit = 'NAME' with the column that\n"
+            "# says whose they are, and take it out of this list: a person is protected then.\n"
+            f"{flagged}{one_line({'ignore': [*aside]})}"
         )
     own = _empty(kinds[target], "classes")
     parts.append(_section({"target": {"name": target, **own}}, target, kinds[target]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -31,6 +32,23 @@ def learned_column(table: Table, name: str) -> Column:
         )
     rule = "indicator" if np.isnan(values).any() else "middle"
     return Column(name, "numeric", bounds=(low, high), missing=rule)
+
+
+def learned_target(table: Table, name: str, task: str | None) -> Column:
+    """Return a target as the data shows it; see `Schema.learned`."""
+    text = table[name].dtype == object
+    if task in ("classification", "ordinal") or (task is None and text):
+        if task == "ordinal" and text:
+            raise TableError(
+                f"{table.source}: the order of classes that are texts cannot be learned; state it "
+                f"in a schema, with kind = 'ordinal' and the lowest class first"
+            )
+        kind = "ordinal" if task == "ordinal" else "categorical"
+        return Column(name, kind, categories=distinct(table, name))
+    found = learned_column(table, name)
+    if task == "count" and found.bounds is not None:
+        return Column(name, "count", bounds=(0.0, max(1.0, math.ceil(found.bounds[1]))))
+    return dataclasses.replace(found, missing="refuse", other=False)
 
 
 def distinct(table: Table, name: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import numpy as np
 from dpbnn.data.draft import TODO
 from dpbnn.data.statistics import private_bounds, signed_log_grid
 from dpbnn.data.table import Table, TableError, numbers
+from dpbnn.data.target import whole_bounds
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.plan import Plan
@@ -115,7 +116,8 @@ def learn_bounds(
             hidden.append(name)
             continue
         least = max(one, 0.0) if own.get("log") is True else one
-        own["bounds"] = [_rounded(least, math.floor), _rounded(other, math.ceil)]
+        ends = [_rounded(least, math.floor), _rounded(other, math.ceil)]
+        own["bounds"] = whole_bounds(ends) if own.get("kind") == "count" else ends
     paid = (*(before.columns if before else ()), *(n for n in places if n not in hidden))
     if paid:
         filled["private_bounds"] = PaidBounds(paid, ledger.id, ledger.head).to_dict()

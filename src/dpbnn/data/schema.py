@@ -17,19 +17,26 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from dpbnn.data.column import Column, all_missing, cut
+from dpbnn.data.column import Column, all_missing
 from dpbnn.data.draft import drafted, one_line
-from dpbnn.data.faults import Fault, Faults, bad_rows
+from dpbnn.data.faults import Faults, bad_rows
 from dpbnn.data.frames import as_table
-from dpbnn.data.learned import distinct, learned_column
+from dpbnn.data.learned import learned_column, learned_target
 from dpbnn.data.paid import PaidBounds
 from dpbnn.data.table import Table, TableError, TableWarning
+from dpbnn.data.target import (
+    TARGET_KEYS,
+    check_inputs,
+    check_target,
+    encoded,
+    target_of_values,
+    values_of_target,
+)
 from dpbnn.messages import check_on_bad_rows
 
 _CHUNK = 4_000_000  # numbers encoded at once
 _LOOK = 128  # rows checked at once; a check ends as soon as it can
 _COLUMN_KEYS = ("kind", "bounds", "categories", "missing", "other", "log")
-_TARGET_KEYS = ("name", "classes", "bounds", "cuts")
 _KEYS = ("task", "public", "target", "columns", "ignore", "unit", "private_bounds")
 
 
@@ -74,7 +81,8 @@ class Schema:
                 )
         if not self.columns:
             raise TableError("schema: has no columns; declare at least one under [columns.NAME]")
-        self._check_target()
+        check_inputs(self.columns)
+        check_target(self.target, self.task)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Schema:
@@ -99,7 +107,7 @@ class Schema:
             raise TableError(
                 "schema: has no target; state it as [target] with name and classes or bounds"
             )
-        _keys("schema, [target]", target, _TARGET_KEYS)
+        _keys("schema, [target]", target, TARGET_KEYS)
         columns, paid = values.get("columns", {}), values.get("private_bounds")
         if not isinstance(columns, Mapping):
             raise TableError("schema: columns must be tables; write [columns.NAME] for each")
@@ -115,12 +123,6 @@ class Schema:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the schema as plain values; `from_dict` gives it back."""
-        target: dict[str, Any] = {"name": self.target.name}
-        if self.classes is not None:
-            target["classes"] = list(self.classes)
-        for key in ("bounds", "cuts"):
-            if getattr(self.target, key) is not None:
-                target[key] = list(getattr(self.target, key))
         own: dict[str, Any] = {"task": self.task}
         own |= {} if self.public else {"public": False}
         own |= {"ignore": list(self.ignore)} if self.ignore else {}
@@ -128,7 +130,7 @@ class Schema:
         columns = {column.name: _values(column) for column in self.columns}
         paid = self.private_bounds
         last = {} if paid is None else {"private_bounds": paid.to_dict()}
-        return {**own, "target": target, "columns": columns, **last}
+        return {**own, "target": values_of_target(self.target), "columns": columns, **last}
 
     def to_toml(self) -> str:
         """Return the schema as TOML; `read` and `from_toml` give it back."""
@@ -159,20 +161,13 @@ class Schema:
         Args:
             table: a table, or what `as_table` takes.
             target: name of the column to be predicted.
-            task: "classification" or "regression"; by default a text target is classified.
+            task: "classification", "regression", "count" or "ordinal"; by default a text target is
+                classified.
         """
         table = as_table(table)
-        known = table[target]
-        if task is None:
-            task = "classification" if known.dtype == object else "regression"
+        aim = learned_target(table, target, task)
         columns = tuple(learned_column(table, name) for name in table.names if name != target)
-        if task == "classification":
-            aim = Column(target, "categorical", categories=distinct(table, target))
-        else:
-            aim = learned_column(table, target)
-        return cls(
-            columns, dataclasses.replace(aim, missing="refuse", other=False), task, (), False
-        )
+        return cls(columns, aim, public=False)
 
     @property
     def _unused(self) -> tuple[str, ...]:
@@ -182,13 +177,11 @@ class Schema:
         """Return whose record each one is, by the column `unit`; None where there is none."""
         table = as_table(table)
         if self.unit and self.unit not in table:
-            raise TableError(f"{table.source}: the unit {self.unit!r} of the schema is absent")
-        if not self.unit:
-            return None
-        cells: np.ndarray = table.raw(self.unit)  # each as it is, whatever the others are
-        if cells.dtype != object:
-            return cells
-        return np.array([None if c in table.missing else c for c in cells], dtype=object)
+            raise TableError(
+                f"{table.source}: the unit {self.unit!r} of the schema is absent; the table has "
+                f"{table.listed()}; correct the name in the schema"
+            )
+        return unit_labels(table, self.unit) if self.unit else None
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -210,8 +203,8 @@ class Schema:
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Return inputs [rows, features] in float32, and targets if the table holds them.
 
-        Targets are class numbers (int64), or numbers scaled from the bounds to [-1, 1] (float32;
-        `decode_target` gives the original units).
+        Targets are class numbers or counts (int64), or numbers scaled from the bounds to [-1, 1]
+        (float32; `decode_target` gives the original units).
 
         Args:
             table: a table, or what `as_table` takes.
@@ -239,7 +232,8 @@ class Schema:
                 stacklevel=2,
             )
         shape = (table.n, len(self.features))
-        kind = np.int64 if self.task == "classification" else np.float32
+        whole = self.task == "classification" or self.target.kind == "count"
+        kind = np.int64 if whole else np.float32
         y = np.zeros(table.n, dtype=kind) if target else None
         if out is None:
             x = np.zeros(shape, dtype=np.float32)
@@ -295,12 +289,12 @@ class Schema:
         """Return predictions in the original units, or class numbers as names.
 
         Args:
-            mean: class numbers, or scaled values in [-1, 1].
+            mean: class numbers, counts, or scaled values in [-1, 1].
             std: standard deviations on the same scale; then (mean, std) is returned.
         """
         if self.classes is not None:
             return np.asarray(self.classes, dtype=object)[np.asarray(mean)]
-        middle, half = self.target.scale
+        middle, half = (0.0, 1.0) if self.target.kind == "count" else self.target.scale
         original = np.asarray(mean, dtype=np.float64) * half + middle
         return original if std is None else (original, np.asarray(std, dtype=np.float64) * half)
 
@@ -320,17 +314,12 @@ class Schema:
                 first += width
             if y is not None:
                 raw = part.column(self.target.name)
-                values, faults = self._targets(raw, part.missing)
+                values, faults = encoded(self.target, self.task, raw, part.missing)
                 bad |= found.add(part, self.target.name, raw, faults)
                 y[start : start + part.n] = values
             if bad.any():
                 x[start : start + part.n][bad] = np.nan
         found.refuse()
-
-    def _targets(self, raw: Any, missing: frozenset[str]) -> tuple[np.ndarray, list[Fault]]:
-        if self.task == "classification":
-            return self.target.classes(raw, missing)
-        return self.target.targets(raw, missing)
 
     def _present(self, table: Table, columns: Iterable[Column], show: bool) -> None:
         for column in columns:
@@ -341,35 +330,11 @@ class Schema:
                     f"table has {table.listed(show=show)}; correct the name in the schema"
                 )
 
-    def _check_target(self) -> None:
-        target, name = self.target, self.target.name
-        if self.task not in ("classification", "regression"):
-            raise TableError(
-                f"schema: task={self.task!r}: must be 'classification' or 'regression'"
-            )
-        if target.missing != "refuse" or target.other or target.log:
-            raise TableError(
-                f"schema, target {name!r}: missing, other and log are for inputs; leave them out"
-            )
-        if self.task == "regression":
-            if target.kind != "numeric" or target.cuts is not None or target.date:
-                raise TableError(
-                    f"schema, target {name!r}: a regression needs bounds = [lowest, highest] "
-                    f"alone; give them, or task = 'classification'"
-                )
-            return
-        given = target.categories
-        if given is None or len(given) < 2:
-            raise TableError(
-                f"schema, target {name!r}: a classification needs 2 classes or more, "
-                f"{0 if given is None else len(given)} declared; give classes = [...]"
-            )
-
     def _check_classes(self, table: Table) -> None:
         seen: set[int] = set()
         for start in range(0, table.n, _LOOK):
             values = table.column(self.target.name, slice(start, start + _LOOK))
-            code, faults = self._targets(values, table.missing)
+            code, faults = encoded(self.target, self.task, values, table.missing)
             seen.update(code[~bad_rows(len(code), faults)].tolist())
             if len(seen) > 1:
                 return
@@ -377,6 +342,14 @@ class Schema:
             f"{table.source}: target {self.target.name!r} has one class in every row; training "
             f"needs rows of 2 classes or more"
         )
+
+
+def unit_labels(table: Table, name: str) -> np.ndarray:
+    """Return whose record each one is, by a column; None for those that do not say it."""
+    cells: np.ndarray = table.raw(name)  # each as it is, whatever the others are
+    if cells.dtype != object:
+        return cells
+    return np.array([None if c in table.missing else c for c in cells], dtype=object)
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -407,20 +380,6 @@ def column_of_values(name: str, values: Any) -> Column:
         )
     _keys(f"schema, column {name!r}", values, _COLUMN_KEYS)
     return Column(name, **{key: _tuple(value) for key, value in values.items()})
-
-
-def target_of_values(values: Mapping[str, Any]) -> Column:
-    """Return the target from plain values, as in a TOML file."""
-    name = values["name"]
-    classes, bounds, cuts = (_tuple(values.get(key)) for key in ("classes", "bounds", "cuts"))
-    if cuts is None:
-        if classes is None and bounds is None:
-            raise TableError(
-                f"schema, target {name!r}: has neither classes nor bounds; give classes = [...] "
-                f"or bounds = [lowest, highest], from public knowledge"
-            )
-        return Column(name, bounds=bounds, categories=classes)
-    return cut(name, cuts, classes or ())
 
 
 def _values(column: Column) -> dict[str, Any]:

@@ -202,7 +202,9 @@ def _names(
         )
     if names is not None and len(names) != len(top):
         raise TableError(
-            f"{path}: has {len(top)} columns and {len(names)} names were given; give one per column"
+            f"{path}: its first line has {len(top)} value{'s' * (len(top) != 1)} and {len(names)} "
+            f"names were given; give one per column, or say how lines begin that are no records "
+            f"(comment='|', --comment)"
         )
     own = [name.strip() for name in top] if header else [f"x{i}" for i in range(len(top))]
     own = own if names is None else list(names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,11 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
 from dpbnn.data.schema import Schema
-from dpbnn.estimators import frames
+from dpbnn.estimators import frames, kinds
 from dpbnn.estimators.estimator import PrivateBayes
 from dpbnn.estimators.fitting import Target
 from dpbnn.estimators.scaling import as_array, in_a_line
-from dpbnn.likelihoods import Categorical
+from dpbnn.likelihoods import Bernoulli, Categorical, Ordinal
 from dpbnn.likelihoods.classes import checked_weights
 from dpbnn.messages import SHOWN
 from dpbnn.predictive import ClassPredictive, Predictive
@@ -45,10 +45,14 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
             missing values as the schema declares them; columns are found by name.
         class_weight: public weight of labels, such as {"ill": 5.0}; 1 for those left out. A record
             counts in training by the weight of its label; only ratios matter. Predictions are
-            corrected for the weights: they are probabilities in the population, as without.
+            corrected for the weights: they are probabilities in the population, as without. A
+            schema may state it.
         features: "scattering" for square grey images, one a row, pixel by pixel: the model is one
             of their scattering maps (`dpbnn.networks.Scattering`), which are fixed and cost no
             privacy; "auto" is then a linear one, and `hidden` is not used.
+        likelihood: "categorical"; "ordinal" for classes with an order, which is that of `classes`,
+            the lowest first; or "bernoulli" for two classes by one output of the network. None
+            takes what the schema says (kind = "ordinal"), or "categorical".
         hidden: widths of the hidden layers.
         prior: of the weights; N(0, 1) by default, and a narrower one for "auto" without privacy.
         batch_size: expected batch size; by default all rows up to 2048 of them, 1024 beyond.
@@ -76,8 +80,8 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         progress: show a progress bar.
 
     Attributes:
-        classes_: the labels, sorted; with a schema they are numbers or booleans where all its
-            classes are, and texts otherwise.
+        classes_: the labels, sorted, or in their own order where they have one; with a schema
+            they are numbers or booleans where all its classes are, and texts otherwise.
         feature_names_in_: names of the columns, where they have names.
         privacy_: the `PrivacyStatement`.
         posterior_: the posterior over the weights, for scaled inputs.
@@ -104,6 +108,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         schema: Any = None,
         class_weight: Any = None,
         features: str | None = None,
+        likelihood: str | None = None,
         hidden: Any = (32,),
         prior: Any = None,
         batch_size: float | None = None,
@@ -198,7 +203,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
                 f"classes={quoted(self.classes)}: must list all labels that can occur, as in "
                 f"classes=[0, 1]"
             )
-        self.classes_ = np.unique(y if self.classes is None else np.asarray([*self.classes]))
+        self.classes_ = self._sorted(y)
         if len(self.classes_) < 2:
             raise ValueError(
                 f"classes: {len(self.classes_)} found, and at least 2 classes are needed; name all "
@@ -214,11 +219,49 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
                 f"y: {int(unknown.sum())} labels are none of classes={self.classes_.tolist()}"
                 f"{shown}; add them to classes, correct them, or pass on_bad_rows='zero'"
             )
-        return Target(numbers, len(self.classes_), Categorical(self._weights(self.classes_)))
+        return self._classified(numbers, self.classes_)
+
+    def _sorted(self, y: np.ndarray) -> np.ndarray:
+        """Return the labels: sorted, or in the user's order where that is their own."""
+        if kinds.likelihood_of(self) != "ordinal":
+            return np.unique(y if self.classes is None else np.asarray([*self.classes]))
+        if self.classes is None:
+            raise ValueError(
+                "classes: missing, and the order of the labels is needed; pass all of them, the "
+                "lowest first, as in classes=['low', 'middle', 'high']"
+            )
+        if isinstance(self.classes, Set | Mapping):
+            raise ValueError(
+                f"classes: a {type(self.classes).__name__} has no order; pass a list, the lowest "
+                f"first"
+            )
+        given = np.asarray([*self.classes])
+        if len(np.unique(given)) != len(given):
+            raise ValueError("classes: a label is there twice; name each once, the lowest first")
+        return given
+
+    def _classified(self, numbers: np.ndarray, labels: np.ndarray) -> Target:
+        """Return class numbers with their likelihood."""
+        weights, count = self._weights(labels), len(labels)
+        name = kinds.likelihood_of(self)
+        if name == "categorical":
+            return Target(numbers, count, Categorical(weights))
+        if name == "ordinal":
+            return Target(numbers, count - 1, Ordinal(weights))
+        if count != 2:
+            raise ValueError(
+                f"likelihood='bernoulli': is for two classes, and there are {count}; leave it out"
+            )
+        return Target(numbers, 1, Bernoulli(weights))
 
     def _weights(self, classes: np.ndarray) -> tuple[float, ...] | None:
         """Return the weights of classes in their order; None where there are none."""
         given = self.class_weight
+        stated = None if self.schema_ is None else self.schema_.target.weights
+        if stated is not None:
+            if given is not None:
+                raise ValueError("class_weight: the schema states weights; leave one of both out")
+            given = dict(zip(classes.tolist(), stated, strict=True))
         if given is None:
             return None
         if isinstance(given, str):
@@ -243,8 +286,8 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
 
     def _declared_target(self, y: np.ndarray, schema: Schema) -> Target:
         labels = frames.labels(schema)
-        self.classes_ = np.sort(labels)
-        return Target(y, len(labels), Categorical(self._weights(labels)))
+        self.classes_ = labels if schema.target.kind == "ordinal" else np.sort(labels)
+        return self._classified(y, labels)
 
     def _in_order(self, predictive: Predictive) -> Predictive:
         order = self._order()
@@ -255,7 +298,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
 
     def _order(self) -> np.ndarray | None:
         """Return which class of the schema every label of `classes_` is; None where they agree."""
-        if self.schema_ is None:
+        if self.schema_ is None or self.schema_.target.kind == "ordinal":
             return None
         order = np.argsort(frames.labels(self.schema_))
         return None if (order == np.arange(len(order))).all() else order
@@ -266,7 +309,8 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
             found, order = frames.targets(self.schema_, y), self._order()
             return found if order is None else np.append(np.argsort(order), -1)[found]
         labels = np.asarray(y)
-        if labels.dtype.kind in "iu" and self.classes_.dtype.kind in "iu" and labels.size:
+        rising = self.classes_.dtype.kind in "iu" and bool((np.diff(self.classes_) > 0).all())
+        if labels.dtype.kind in "iu" and rising and labels.size:
             places = np.minimum(np.searchsorted(self.classes_, labels), len(self.classes_) - 1)
             return np.where(self.classes_[places] == labels, places, -1)
         known = {label: number for number, label in enumerate(self.classes_.tolist())}

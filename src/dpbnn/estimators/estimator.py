@@ -17,7 +17,7 @@ from dpbnn import fit_arguments
 from dpbnn.calibration import tempered
 from dpbnn.data.schema import Schema
 from dpbnn.data.standardising import Standardisation
-from dpbnn.estimators import fitting, frames, pages, recipes, storage
+from dpbnn.estimators import fitting, frames, kinds, pages, recipes, storage
 from dpbnn.estimators.fitting import Target
 from dpbnn.estimators.held_out import BETA, TRAINING, HeldOut
 from dpbnn.estimators.images import Scattered
@@ -83,6 +83,7 @@ class PrivateBayes(BaseEstimator):
         *,
         units: Any = None,
         unit: str = UNIT,
+        max_records: int | None = None,
         out: str | os.PathLike[str] | None = None,
         resume: bool = False,
         overwrite: bool = False,
@@ -103,6 +104,7 @@ class PrivateBayes(BaseEstimator):
             units: whose row each one is; the guarantee is then for a person with all its rows. A
                 schema names a column for it.
             unit: what `units` are called in the statement, such as "patient".
+            max_records: public number of rows of a person that count; the rest are bad rows.
             out: folder for a run: its ledger, checkpoints while it trains, and in the end all that
                 `dpbnn.load_run` and the command line need.
             resume: go on with an interrupted fit in `out`, with the same settings and table.
@@ -111,8 +113,9 @@ class PrivateBayes(BaseEstimator):
         """
         refuse(given)
         return fitting.train(
-            self, X, y, units=units, unit=unit, out=out, resume=resume, overwrite=overwrite
-        )
+            self, X, y, units=units, unit=unit, max_records=max_records, out=out, resume=resume,
+            overwrite=overwrite,
+        )  # fmt: skip
 
     def planned(self, rows: int, columns: int, classes: int | None = None) -> Plan:
         """Return the plan of a fit, with all that is paid beside the training.
@@ -209,6 +212,11 @@ class PrivateBayes(BaseEstimator):
         """
         check_is_fitted(self)
         return pages.write(self, Path(path), X, y, test_data_public, options)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the targets are classes with an order."""
+        return kinds.likelihood_of(self) == "ordinal"
 
     @property
     def privacy_(self) -> PrivacyStatement:
@@ -340,7 +348,11 @@ class PrivateBayes(BaseEstimator):
         if isinstance(self.method, Method):
             known = recipes.METHODS.get(self.method.name)
             recipe = known or recipes.Recipe(type(self.method), None, None)
-        elif self.method == "auto" and not self.features:
+        elif (
+            self.method == "auto"
+            and not self.features
+            and kinds.likelihood_of(self) in ("gaussian", "categorical")
+        ):
             recipe = recipes.of_auto(self._widths(), None if self._regression else outputs)
         else:
             recipe = recipes.METHODS[self.method]
@@ -354,8 +366,14 @@ class PrivateBayes(BaseEstimator):
 
     def _held_out(self, recipe: recipes.Recipe) -> HeldOut:
         share = self.recalibrate
-        if share == TRAINING and not recipe.tempered:
+        count = kinds.likelihood_of(self) == "poisson"
+        if share == TRAINING and (count or not recipe.tempered):
             share = None
+        if count and share is not None:
+            raise ValueError(
+                f"recalibrate={share}: counts have no temperature; pass recalibrate=None, and "
+                f"conformal=0.1, say, for intervals that cover"
+            )
         return HeldOut(share, self.conformal, self._regression, self.on_bad_rows)
 
     @staticmethod
@@ -379,6 +397,7 @@ class PrivateBayes(BaseEstimator):
         """Raise for invalid settings, before anything is spent."""
         check_on_bad_rows(self.on_bad_rows)
         recipes.check_method(self.method, self._regression, self.learning_rate, self.clip)
+        kinds.likelihood_of(self)
         names = ("epsilon", "delta", "batch_size", "epochs", "clip", "learning_rate")
         check_positive(**{name: getattr(self, name) for name in names})
         check_count(samples=0 if self.samples is None else self.samples)

@@ -20,7 +20,7 @@ from sklearn.utils import check_random_state
 from dpbnn import training
 from dpbnn.data.standardising import Standardisation
 from dpbnn.data.statistics import private_bounds
-from dpbnn.estimators import recipes
+from dpbnn.estimators import kinds, recipes
 from dpbnn.estimators.held_out import HeldOut, Parts
 from dpbnn.estimators.persons import UNIT, Persons
 from dpbnn.estimators.scaling import Scaling, parsed_bounds
@@ -48,14 +48,16 @@ class Target:
     """Targets as the network sees them.
 
     Attributes:
-        values: class numbers, or scaled numbers.
+        values: class numbers, counts, or scaled numbers.
         outputs: number of outputs of the network.
         likelihood: as in `dpbnn.fit`.
+        beside: numbers in [-1, 1] that are standardised with the inputs; None for classes.
     """
 
     values: np.ndarray
     outputs: int
     likelihood: Any
+    beside: np.ndarray | None = None
 
 
 def train(
@@ -65,6 +67,7 @@ def train(
     *,
     units: Any = None,
     unit: str = UNIT,
+    max_records: int | None = None,
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -78,6 +81,7 @@ def train(
         y: likewise.
         units: likewise.
         unit: likewise.
+        max_records: likewise.
         out: likewise.
         resume: likewise.
         overwrite: likewise.
@@ -90,7 +94,7 @@ def train(
         if resume or overwrite:
             raise ValueError("resume and overwrite: go with out=, the folder of the run")
         x, target, _ = estimator._table(X, y)
-        persons = Persons.of_fit(estimator, X, len(x), units, unit)
+        persons = Persons.of_fit(estimator, X, len(x), units, unit, max_records)
         _Fit(estimator, x, target, persons, None).run({})
         return estimator
     if isinstance(estimator.ledger, Ledger) and estimator.ledger.path is None:
@@ -102,20 +106,37 @@ def train(
     ledger = None if given is None else Path(given)
     with new_run(Path(out), overwrite=overwrite, ledger=ledger, resume=resume) as place:
         x, target, known = estimator._table(X, y)
-        persons = Persons.of_fit(estimator, X, len(x), units, unit)
+        persons = Persons.of_fit(estimator, X, len(x), units, unit, max_records)
         table = (x if estimator.schema_ else np.asarray(x, np.float64), known)
         place.bind(estimator, table, persons.owners)
         _Fit(estimator, x, target, persons, place).run(settings or {})
     return estimator
 
 
-def planned(estimator: PrivateBayes, rows: int, columns: int, classes: int | None) -> Plan:
-    """Return the plan of a fit; see `PrivateBayes.planned`."""
-    recipe, _ = estimator._recipe(classes or 1)
+def planned(
+    estimator: PrivateBayes,
+    rows: int,
+    columns: int,
+    classes: int | None,
+    persons: Persons | None = None,
+) -> Plan:
+    """Return the plan of a fit; see `PrivateBayes.planned`.
+
+    Args:
+        estimator: its settings.
+        rows: of the table.
+        columns: of the inputs, as they are encoded.
+        classes: their number; None for a regression.
+        persons: whose rows they are, where the unit is not a row.
+    """
+    persons = persons or Persons()
+    recipe = persons.recipe(estimator._recipe(classes or 1)[0], estimator)
     held = estimator._held_out(recipe)
-    parts, delta = held.parts(rows), estimator._delta(rows)
+    parts, delta = held.parts(rows), estimator._delta(persons.count or rows)
     later = held.plans(parts, estimator.epsilon, delta)
-    return _plans(estimator, (len(parts.train), columns), delta, later, recipe).training
+    shape = (persons.count or len(parts.train), columns)
+    plans = _plans(estimator, shape, delta, later, recipe)
+    return persons.planned(plans.bounds, plans.standard, plans.training)[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +219,7 @@ class _Fit:
         self.plans, self.plan = plans, plans.training
         self.method = method
         if method is None:
-            noise = getattr(target.likelihood, "noise_std", None)
+            noise = kinds.steepness(target.likelihood)
             self.method = self.recipe.settings(
                 self.plan, noise, estimator._regression, estimator.learning_rate, estimator.clip
             )
@@ -287,11 +308,10 @@ class _Fit:
             return scaling
         values, count = scaling(self.x, np.float32), self.x.shape[1]
         known = None
-        own = self.target.values[self.rows]
-        if estimator._regression:
-            values = np.concatenate([values, own], 1)
+        if self.target.beside is not None:
+            values = np.concatenate([values, self.target.beside[self.rows]], 1)
         else:
-            known = torch.from_numpy(own >= 0)
+            known = torch.from_numpy(self.target.values[self.rows] >= 0)
         if "standard" not in self.released:
             weights = recipes.weights(count, estimator._regression)
             found = recipes.standardisation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from dpbnn.data.schema import Schema
 from dpbnn.data.table import Table
 from dpbnn.estimators import frames
 from dpbnn.estimators.bands import band_along
+from dpbnn.estimators.kinds import likelihood_of
 from dpbnn.estimators.storage import settings_of
 from dpbnn.evaluation import Evaluation, evaluate
 from dpbnn.predictive import Predictive
@@ -31,6 +32,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Tested", "described", "page", "tested", "values_of", "with_records", "write"]
 
+_TASKS = {
+    **dict.fromkeys(("categorical", "bernoulli"), "Classification"),
+    "ordinal": "Classification in order",
+    "gaussian": "Regression",
+    "poisson": "Counts",
+}
 _ALIKE = 3  # neighbouring columns with the same bounds that are listed one by one
 
 
@@ -133,7 +140,7 @@ def page(
             }
         shown["calibration by held-out rows"] = calibration
     schema = estimator.schema_
-    task = "Regression" if estimator._regression else "Classification"
+    task = _TASKS[likelihood_of(estimator)]
     own: dict[str, Any] = {
         "title": task if schema is None else f"{task} of {schema.target.name}",
         "versions": versions(),
@@ -189,10 +196,18 @@ def _described(column: Column) -> str:
         low, high = map(float, column.bounds)
         if column.date:
             return _with_missing(column, f"date, {text_of(low)} to {text_of(high)}")
-        words = f"number, {short(low)} to {short(high)}" + ", in logarithms" * column.log
+        what = "count" if column.kind == "count" else "number"
+        words = f"{what}, {short(low)} to {short(high)}" + ", in logarithms" * column.log
     else:
-        words = f"categories {short(list(column.categories or ()))}" + ", or another" * column.other
+        words = _listed_classes(column.categories or (), column.kind == "ordinal")
+        words += ", or another" * column.other
+        if column.weights is not None:
+            words += f"; public weights in training: {short(list(column.weights))}"
     return _with_missing(column, words)
+
+
+def _listed_classes(classes: Sequence[str], ordered: bool) -> str:
+    return f"{'ordered classes' if ordered else 'categories'} {short(list(classes))}"
 
 
 def _with_missing(column: Column, words: str) -> str:
@@ -211,9 +226,11 @@ def _bounds(estimator: PrivateBayes) -> dict[str, str]:
         words = f"number, {short(ends[0])} to {short(ends[1])}{how}"
         found |= _listed([str(name) for name, *_ in same], words)
     if not estimator._regression:
-        return {**found, "target": f"categories {short(list(names_of(estimator)))}"}
+        ordered = likelihood_of(estimator) == "ordinal"
+        return {**found, "target": _listed_classes(names_of(estimator), ordered)}
     ends = estimator.target_bounds_
-    return {**found, "target": f"number, {short(ends[0])} to {short(ends[1])}"}
+    what = "count" if likelihood_of(estimator) == "poisson" else "number"
+    return {**found, "target": f"{what}, {short(ends[0])} to {short(ends[1])}"}
 
 
 def _rows(estimator: PrivateBayes, privacy: Mapping[str, Any]) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import Any
 from dpbnn.estimators import frames
 from dpbnn.estimators.recipes import METHODS, Recipe
 from dpbnn.methods.method import Method
+from dpbnn.privacy.checks import check_count
 from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.units import by_unit
 from dpbnn.units import Units
@@ -25,14 +26,18 @@ class Persons:
         labels: one for each row; None where the unit is a row.
         owners: the rows of every unit, likewise.
         unit: what a unit is called.
+        most: public number of rows of a unit that count; None for any number.
     """
 
     labels: Any = None
     owners: Units | None = None
     unit: str = ""
+    most: int | None = None
 
     @classmethod
-    def of(cls, labels: Any, unit: str, rows: int, on_bad_rows: str) -> Persons:
+    def of(
+        cls, labels: Any, unit: str, rows: int, on_bad_rows: str, most: int | None = None
+    ) -> Persons:
         """Return the units of a table; their number is public, as the number of rows is.
 
         Args:
@@ -40,16 +45,25 @@ class Persons:
             unit: what a unit is called.
             rows: of the table.
             on_bad_rows: as in `dpbnn.fit`.
+            most: public number of rows of a unit that count.
         """
+        check_count(max_records=most)
         if labels is None:
+            if most is not None:
+                raise ValueError(
+                    f"max_records={most}: is for rows of persons; say whose they are, by units= or "
+                    f"by a schema with unit = 'COLUMN'"
+                )
             return cls()
-        owners = Units.of(labels, None, unit=unit, on_bad_rows=on_bad_rows)
+        owners = Units.of(labels, None, unit=unit, most=most, on_bad_rows=on_bad_rows)
         if len(owners.order) != rows:
             raise ValueError(f"units: give one label for each of the {rows} rows")
-        return cls(labels, owners, unit)
+        return cls(labels, owners, unit, most)
 
     @classmethod
-    def of_fit(cls, estimator: Any, X: Any, rows: int, labels: Any, unit: str) -> Persons:
+    def of_fit(
+        cls, estimator: Any, X: Any, rows: int, labels: Any, unit: str, most: int | None
+    ) -> Persons:
         """Return the units of a fit: those given, or the column that the schema names.
 
         Args:
@@ -58,13 +72,14 @@ class Persons:
             rows: their number.
             labels: as `units` there.
             unit: what a unit is called, where labels are given.
+            most: as `max_records` there.
         """
         if estimator.schema_ is not None and estimator.schema_.unit:
             table = frames.table_with(estimator.schema_, X, None, estimator.on_bad_rows)
             if labels is not None:
                 raise ValueError("units: the schema names a column for them; leave one of both out")
             labels, unit = estimator.schema_.units(table), unit_name(estimator.schema_.unit)
-        return cls.of(labels, unit, rows, estimator.on_bad_rows)
+        return cls.of(labels, unit, rows, estimator.on_bad_rows, most)
 
     @property
     def count(self) -> int:
@@ -111,7 +126,9 @@ class Persons:
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `dpbnn.fit`."""
-        return {} if self.owners is None else {"units": self.labels, "unit": self.unit}
+        if self.owners is None:
+            return {}
+        return {"units": self.labels, "unit": self.unit, "max_records": self.most}
 
 
 def unit_name(column: str) -> str:

@@ -10,7 +10,7 @@ bounds of counts. It may not hold anything that was computed from the data.
 
 from dpbnn.likelihoods.base import Likelihood, LikelihoodBase, full, likelihood, registered
 from dpbnn.likelihoods.classes import Bernoulli, Categorical, Mixture, Ordinal
-from dpbnn.likelihoods.counts import Poisson
+from dpbnn.likelihoods.counts import Poisson, ScaledPoisson
 from dpbnn.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian, LearnedNoiseGaussian
 from dpbnn.likelihoods.weighted import Weighted
 
@@ -25,6 +25,7 @@ __all__ = [
     "Mixture",
     "Ordinal",
     "Poisson",
+    "ScaledPoisson",
     "Weighted",
     "full",
     "likelihood",

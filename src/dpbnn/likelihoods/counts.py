@@ -74,3 +74,29 @@ class Poisson(LikelihoodBase, name="poisson"):
     def columns(self, outputs: int) -> int:
         """Return one count an output."""
         return outputs
+
+
+@dataclass(frozen=True)
+class ScaledPoisson(Poisson, name="poisson, scaled"):
+    """Counts whose gradients are divided by the spread of the counts.
+
+    The log-probability is that of `Poisson`. Its gradient by the output is y - r, which is as large
+    as the counts are: divided by `unit`, a clip means the same for large counts and for small ones.
+    It is for point estimates and optimizers that scale every parameter's steps, such as Adam; a
+    sampler would follow another posterior.
+
+    Args:
+        most: as in `Poisson`.
+        typical: likewise.
+        unit: about the standard deviation of the counts, public or released.
+    """
+
+    unit: float = 1.0
+
+    never_raises = True
+
+    def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return log p(y_i | outputs_i), one number per example."""
+        exact = super().log_prob(outputs, y)
+        fixed = exact.detach()
+        return fixed + (exact - fixed) / self.unit

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from dpbnn.likelihoods.base import LikelihoodBase
+from dpbnn.likelihoods.base import Likelihood, LikelihoodBase
 from dpbnn.likelihoods.gaussian import Gaussian
 from dpbnn.predictive import Predictive
 
@@ -63,6 +64,11 @@ class Weighted(LikelihoodBase, name="weighted"):
         """Return one column more than the likelihood underneath."""
         own = self.of.columns(outputs)
         return 2 if own is None else own + 1
+
+    def with_learned_noise(self) -> Likelihood | None:
+        """Return the likelihood of a network that learns its noise, where that underneath does."""
+        own = self.of.with_learned_noise()
+        return None if own is None else dataclasses.replace(self, of=own)  # type: ignore[arg-type]
 
     def identified(self, outputs: Tensor) -> Tensor:
         """Return outputs without what does not change the likelihood."""

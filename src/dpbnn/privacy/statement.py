@@ -21,7 +21,10 @@ from dpbnn.privacy.relation import Relation
 
 SCHEMA = 1
 
-_SETTINGS = "the settings of the run (model, method, bounds, clip, noise, number of steps)"
+_SETTINGS = (
+    "the settings of the run (model, method, bounds, classes and their weights, clip, noise, "
+    "number of steps)"
+)
 _COVERS = (
     "every released sum, and all that is computed from them without the data: the posterior, its "
     "samples, its predictions on other data",
