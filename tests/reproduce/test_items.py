@@ -1,9 +1,12 @@
 """Every table and figure in its fast version, on generated files; cells; views of a record."""
 
+import gzip
 import json
 import math
+import struct
 import xml.etree.ElementTree
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -11,13 +14,14 @@ from torch import nn
 
 import dpbnn
 from dpbnn import reproduce
-from dpbnn.reproduce import records
+from dpbnn.reproduce import records, speed
 from dpbnn.reproduce.cells import Cells
 from dpbnn.reproduce.command import reproduce_command
 from dpbnn.reproduce.dp_bnn_theory import simulated_epsilon
+from dpbnn.reproduce.images import images
 from dpbnn.reproduce.views import SHIFTS, ViewedCategorical, shifted
 
-NAMES = [n for n in reproduce.items() if not n.startswith("bayesian-dp.")]
+NAMES = list(reproduce.items())
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +39,15 @@ def test_the_fast_version_has_a_table_a_summary_and_a_record(name, folder):
     values = json.loads((folder / f"{name}.json").read_text())
     assert values["rows"]
     assert all(isinstance(text, str) and text for text in values["summary"].values())
+    assert (folder / f"{name}.md").read_text().startswith(f"# {values['title']}\n")
     record = values["record"]
     assert record["command"] == f"dpbnn reproduce {name} --fast"
+    assert record["settings"] == {"fast": True, "seed": 0, "seeds": None}
+    assert record["seconds"] >= 0
     assert record["unfinished"] == 0
     assert {"dpbnn", "torch", "python"} <= set(record["versions"])
     assert record["device"].startswith("CPU")
+    assert ("figure" in values) == (folder / f"{name}.svg").is_file()
     if "figure" in values:
         root = xml.etree.ElementTree.parse(folder / f"{name}.svg").getroot()
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
@@ -57,7 +65,8 @@ def test_the_list_names_every_item_with_one_line():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_table_can_be_made_before_its_runs_are(name, tmp_path):
     """With no time at all; items that need no cells are left out."""
-    alone = ("theorem", "dp-bnn.privacy", "dp-bnn.table5", "bounds", "fig4", "fig5", "dp-sep.fig1")
+    alone = ("theorem", "dp-bnn.privacy", "dp-bnn.table5", "bounds", "fig4", "fig5", "dp-sep.fig1",
+             "bayesian-dp.fig", "bayesian-dp.vi", "bayesian-dp.cifar10")  # fmt: skip
     if any(word in name for word in alone):
         return
     result = reproduce.reproduce(name, reproduce.Settings(limit=-1, out=tmp_path))
@@ -98,6 +107,18 @@ class TestCells:
         ran = []
         self.all(reproduce.Settings(out=tmp_path), lambda cell: ran.append(cell["run"]) or {})
         assert ran == ["b"]
+
+    def test_a_line_that_a_kill_cut_off_is_made_again(self, tmp_path):
+        self.all(reproduce.Settings(out=tmp_path))
+        path = tmp_path / "name.cells.jsonl"
+        whole = path.read_text()
+        for length in (len(whole) - 1, len(whole) - 20, 5):
+            path.write_text(whole[:length])
+            ran = []
+            self.all(reproduce.Settings(out=tmp_path), lambda cell, ran=ran: ran.append(cell) or {})
+            assert len(ran) == (1 if length > 5 else 2)
+            assert len(path.read_text().splitlines()) == 2
+            assert len(Cells("name", reproduce.Settings(out=tmp_path)).lines) == 2
 
     def test_what_the_limit_and_only_leave_out_is_counted(self, tmp_path):
         late = reproduce.Settings(out=tmp_path, limit=-1)
@@ -213,3 +234,94 @@ def test_cells_from_another_device_are_rendered_here_and_the_command_says_so(tmp
     assert result.record["seconds"] == 7.0
     assert result.record["command"] == f"dpbnn reproduce {name} --seeds 1 --device cuda"
     assert result.rows == (("digits", "poisson", 0.9, 0.4, 0.1, 1.0, 2.0, 1),)
+
+
+def _idx(folder, seed, packed, shape=(40, 28, 28)):
+    """Write an image set in MNIST's format, packed or not; labels are the same for every seed."""
+    folder.mkdir()
+    rng = np.random.default_rng(seed)
+    for part in ("train", "t10k"):
+        values = {"images-idx3": rng.integers(0, 256, shape, dtype=np.uint8),
+                  "labels-idx1": np.arange(shape[0], dtype=np.uint8) % 10}  # fmt: skip
+        for kind, numbers in values.items():
+            magic = 0x800 + numbers.ndim
+            content = struct.pack(f">{1 + numbers.ndim}I", magic, *numbers.shape)
+            content += numbers.tobytes()
+            name = f"{part}-{kind}-ubyte"
+            if packed:
+                (folder / f"{name}.gz").write_bytes(gzip.compress(content))
+            else:
+                (folder / name).write_bytes(content)
+
+
+def test_records_run_on_another_image_set_and_keep_its_runs_apart(tmp_path):
+    """Two sets with the same labels, in a folder and in its subfolder, into one folder of runs."""
+    _idx(tmp_path / "one", 1, packed=False)
+    (tmp_path / "two").mkdir()
+    _idx(tmp_path / "two" / "mnist", 2, packed=True)
+    titles = set()
+    for count, name in enumerate(("one", "two", "two"), 1):
+        options = ["--fast", "--data", str(tmp_path / name), "--out", str(tmp_path / "out")]
+        done = CliRunner().invoke(reproduce_command, ["records", *options])
+        assert done.exit_code == 0, done.output
+        values = json.loads((tmp_path / "out" / "records.json").read_text())
+        titles.add(values["title"])
+        assert all("accuracy >=" not in (row["target"] or "") for row in values["rows"])
+        lines = (tmp_path / "out" / "records.cells.jsonl").read_text().splitlines()
+        assert len({json.loads(line)["cell"]["images"] for line in lines}) == min(count, 2)
+    assert len(titles) == 2
+
+
+def test_images_of_another_shape_are_refused(tmp_path):
+    _idx(tmp_path / "wide", 0, packed=True, shape=(40, 32, 32))
+    with pytest.raises(ValueError, match="must be as MNIST's"):
+        images(reproduce.Settings(data=tmp_path / "wide"))
+    with pytest.raises(ValueError, match="pass --data"):
+        images(reproduce.Settings(data=tmp_path))
+
+
+def test_a_bayesian_head_is_compared_seed_by_seed_with_the_point_estimate():
+    def runs(head, values):
+        return [({"run": head, "seed": i}, {"nll": v}) for i, v in enumerate(values)]
+
+    head, point = records.BAYESIAN[0], runs(records.POINT, (0.1, 0.2, 0.3))
+    for values, word in [
+        ((0.1, 0.2, 0.3), "no worse"),
+        ((0.13, 0.18, 0.3), "the same within noise"),
+        ((0.2, 0.3, 0.401), "worse"),
+    ]:
+        assert records._beside([*runs(head, values), *point], head).endswith(f": {word}")
+    assert records._beside(point, head) == ""
+
+
+class TestSpeed:
+    def line(self, method, seconds, **cell):
+        cell = {"method": method, "network": "mlp", "steps": 10, "device": "cuda", **cell}
+        value = {"seconds": seconds, "threads": 1}
+        return {"cell": cell, "value": value, "seconds": 1.0, "device": "GPU", "versions": {}}
+
+    def test_rows_of_another_device_stay_beside_those_of_this_one(self, tmp_path):
+        found = {"SGD": 0.5, "BBP, weight space": 0.75, speed.PLAIN: 0.25}
+        lines = [json.dumps(self.line(name, value)) + "\n" for name, value in found.items()]
+        (tmp_path / "speed.cells.jsonl").write_text("".join(lines))
+        result = reproduce.reproduce("speed", reproduce.Settings(out=tmp_path, limit=-1))
+        assert [(row[0], row[3], row[4], row[5]) for row in result.rows] == [
+            ("SGD", 0.5, 2.0, "GPU"), ("BBP, weight space", 0.75, 3.0, "GPU"),
+            (speed.PLAIN, 0.25, 1.0, "GPU"),
+        ]  # fmt: skip
+        assert "1.5 times (GPU)" in result.summary.verdict
+
+    def test_ratios_are_taken_within_a_round(self):
+        lines = [
+            self.line(name, factor * slow, round=i)
+            for i, slow in enumerate((1.0, 10.0, 3.0))
+            for name, factor in (("SGD", 2.0), (speed.PLAIN, 1.0))
+        ]
+        by = {row[0]: row for row in speed._rows(lines)}
+        assert by["SGD"][3:5] == (6.0, 2.0)
+
+    def test_without_opacus_its_rows_are_left_out_with_the_reason(self, monkeypatch):
+        monkeypatch.setattr(speed.importlib.util, "find_spec", lambda name: None)
+        result = reproduce.reproduce("speed", reproduce.Settings(limit=-1))
+        assert any("Opacus is not installed" in note for note in result.notes)
+        assert result.record["cells"] == 3 * 2 * 7

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from dpbnn import reproduce
 from dpbnn.reproduce.page import render
 
@@ -17,9 +19,41 @@ def test_the_page_is_up_to_date():
 def test_every_item_is_on_the_page_and_every_result_is_of_an_item():
     page = (DOCS / "reproduction.md").read_text(encoding="utf-8")
     for name in reproduce.items():
-        assert f"[{name}](#" in page or f"not run yet: `dpbnn reproduce {name}`" in page
+        assert f"[{name}](#" in page or f"| {name}: " in page
     results = {path.name.removesuffix(".json") for path in (DOCS / "reproduction").glob("*.json")}
     assert results <= set(reproduce.items())
+
+
+def test_what_needs_a_file_that_is_not_here_says_which_and_the_command(tmp_path):
+    for name in reproduce.NEEDS:
+        line = row(render(tmp_path), name)
+        assert "DPBNN_DATA/" in line
+        assert f"`dpbnn reproduce {name}`" in line
+        with pytest.raises(ValueError, match="is not here") as refused:
+            reproduce.reproduce(name, reproduce.Settings(data=tmp_path))
+        path = line.partition("DPBNN_DATA/")[2].split()[0]
+        assert str(tmp_path / path) in str(refused.value)
+
+
+def test_the_table_of_the_readme_has_the_numbers_of_the_page():
+    """Epsilon, accuracy here and the paper's, MLP / CNN, of Table 1 of the DP-BNN paper."""
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("| DP-") and line.count("|") == 5
+    ]
+    assert len(lines) == 4
+    rows = json.loads((DOCS / "reproduction" / "dp-bnn.table1.json").read_text())["rows"]
+    for name, epsilon, here, paper in lines:
+        method, _, networks = name.removeprefix("DP-").partition(", ")
+        own = [
+            r for network in networks.split(" / ") for r in rows
+            if (r["method"], r["network"]) == (method, network) and r["prior"] != "laplace"
+        ]  # fmt: skip
+        assert {f"{r['epsilon (PLD)']:.3f}" for r in own} == {epsilon}
+        assert " / ".join(f"{r['own settings: DP accuracy']:.3f}" for r in own) == here
+        assert " / ".join(f"{r['paper: DP accuracy']:.2f}" for r in own) == paper
 
 
 def result(fast=False, unfinished=0):
@@ -41,12 +75,12 @@ def row(page, name="speed"):
     )
 
 
-def test_what_has_no_result_or_a_fast_one_is_not_run_yet(tmp_path):
-    assert "not run yet" in row(render(tmp_path))
+def test_what_has_no_result_or_a_fast_one_is_not_run(tmp_path):
+    assert "not run: `dpbnn reproduce speed`" in row(render(tmp_path))
     (tmp_path / "speed.json").write_text(json.dumps(result(fast=True)))
-    assert "not run yet" in row(render(tmp_path))
+    assert "not run: `dpbnn reproduce speed`" in row(render(tmp_path))
     (tmp_path / "speed.json").write_text(json.dumps(result(unfinished=7)))
-    assert "not run yet" in row(render(tmp_path))
+    assert "not run: `dpbnn reproduce speed`" in row(render(tmp_path))
     (tmp_path / "speed.json").write_text(json.dumps(result()))
     page = render(tmp_path)
     assert row(page) == "| [speed](#speed) | p | q | c | e | it holds |"

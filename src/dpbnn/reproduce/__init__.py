@@ -11,6 +11,7 @@ from typing import Any
 from dpbnn.reproduce.result import Curve, Figure, Result, Settings, Summary, write
 
 __all__ = [
+    "NEEDS",
     "PAPERS",
     "Curve",
     "Figure",
@@ -27,9 +28,18 @@ PAPERS = {
     "dp-sep": ("dp_sep_mixture", "dp_sep_uci", "dp_sep_theorem"),
     "bayesian-dp": ("bayesian_dp",),
     "dp-bbb": ("dp_bbb_items",),
-    "": ("records", "speed"),
+    "": ("records", "records_validation", "speed"),
 }
 """The modules of a paper; their `ITEMS` are functions from `Settings` to `Result`, by name."""
+
+NEEDS = {
+    "bayesian-dp.cifar10": "it needs CIFAR10 and VGG-16 with weights of ImageNet, neither of which "
+    "this project could have: write x_train [50000, width], y_train, x_test [10000, width] and "
+    "y_test, the outputs of VGG-16's convolutions on images enlarged to 128 x 128, to "
+    "DPBNN_DATA/cifar10/vgg16-features.npz (`numpy.savez`). Its fast version, on synthetic "
+    "features, runs without it (`--fast`)",
+}
+"""Files that an item needs and that are not among the library's datasets."""
 
 Item = Callable[[Settings], Result]
 

@@ -39,7 +39,7 @@ class Cells:
         self.begin = time.monotonic()
         self.lines: dict[str, dict[str, Any]] = {}
         if self.path is not None and self.path.exists():
-            for text in self.path.read_text(encoding="utf-8").splitlines():
+            for text in _whole_lines(self.path):
                 line = json.loads(text)
                 self.lines[_key(line["cell"])] = line
 
@@ -103,6 +103,15 @@ def versions() -> dict[str, str]:
 
 def _key(cell: Cell) -> str:
     return json.dumps(cell, sort_keys=True)
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """Return the lines of a file, and cut off a last one that a kill left without its end."""
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole, encoding="utf-8")
+    return whole.splitlines()
 
 
 def _append(path: Path, text: str) -> None:

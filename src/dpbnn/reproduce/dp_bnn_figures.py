@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from dpbnn import evaluation
@@ -19,8 +20,17 @@ Wanted = list[tuple[str, str, str, bool]]
 BAYESIAN = ("sgld", "bbp", "mcdropout")
 
 
-def _reliability(settings: Settings, number: int, wanted: Wanted, paper: str) -> Result:
-    """Reliability diagrams of MLPs by (panel, method, prior, private); own settings."""
+def _reliability(
+    settings: Settings,
+    number: int,
+    wanted: Wanted,
+    paper: str,
+    verdict: Callable[[dict[str, float]], str],
+) -> Result:
+    """Reliability diagrams of MLPs by (panel, method, prior, private); own settings.
+
+    The verdict is made of the ECE by panel.
+    """
     pairs = list(dict.fromkeys((kind, belief) for _, kind, belief, _ in wanted))
     runs = found(settings, pairs, ("mlp",), ("own",))
     curves, rows = [], []
@@ -51,14 +61,11 @@ def _reliability(settings: Settings, number: int, wanted: Wanted, paper: str) ->
             protocol="see dp-bnn.table2",
             corrected=f"ECE: {words}" if ready else "-",
             epsilon=", ".join(sorted({f"{row[4]:.3f}" for row in ready if row[4]})) or "-",
-            verdict=_reliability_verdict(rows) if len(ready) == len(rows) else "not complete",
+            verdict=verdict({row[0]: row[2] for row in rows})
+            if len(ready) == len(rows)
+            else "not complete",
         ),
     )
-
-
-def _reliability_verdict(rows: list[Any]) -> str:
-    worst = max(rows, key=lambda row: row[2])
-    return f"the worst calibrated is {worst[0]}, ECE {worst[2]:.3f}"
 
 
 def fig3(settings: Settings) -> Result:
@@ -69,7 +76,17 @@ def fig3(settings: Settings) -> Result:
         ("DP-SGLD, no prior", "sgld", "none", True),
         ("DP-SGLD, Gaussian prior", "sgld", "gaussian", True),
     ]
-    return _reliability(settings, 3, wanted, "DP-SGD is over-confident, DP-SGLD with prior is not")
+
+    def verdict(ece: dict[str, float]) -> str:
+        sgd, bare, sgld = (ece[panel] for panel, *_ in wanted[1:])
+        return (
+            f"{'holds' if sgld < sgd else 'does not hold'}: ECE of DP-SGLD with prior {sgld:.3f}, "
+            f"of DP-SGD {sgd:.3f}. Without prior DP-SGLD has {bare:.3f}: it is "
+            f"{'the prior that helps, not' if bare > sgd else 'not the prior alone, but'} SGLD"
+        )
+
+    claim = "DP-SGD is over-confident, DP-SGLD with prior is not"
+    return _reliability(settings, 3, wanted, claim, verdict)
 
 
 def fig8(settings: Settings) -> Result:
@@ -80,13 +97,29 @@ def fig8(settings: Settings) -> Result:
         for belief in ("gaussian", "none")
         for kind in BAYESIAN
     ]  # fmt: skip
-    return _reliability(settings, 8, wanted, "the prior mends the calibration of all three")
+
+    def verdict(ece: dict[str, float]) -> str:
+        pairs = {
+            NAMES[kind]: [ece[f"DP-{NAMES[kind]}, {word} prior"] for word in ("no", "Gaussian")]
+            for kind in BAYESIAN
+        }
+        better = [name for name, (without, given) in pairs.items() if given < without]
+        words = ", ".join(f"{n} from {a:.3f} to {b:.3f}" for n, (a, b) in pairs.items())
+        return f"the prior lowers the ECE of {len(better)} of {len(pairs)}: {words}"
+
+    claim = "the prior mends the calibration of all three"
+    return _reliability(settings, 8, wanted, claim, verdict)
 
 
 def fig9(settings: Settings) -> Result:
     """Reliability of the BNNs without privacy and prior on MNIST (Figure 9)."""
     wanted = [(f"{NAMES[kind]}, no prior", kind, "none", False) for kind in BAYESIAN]
-    return _reliability(settings, 9, wanted, "without DP and prior, nearly calibrated")
+
+    def verdict(ece: dict[str, float]) -> str:
+        worst = max(ece.values())
+        return f"{'holds' if worst < 0.02 else 'does not hold'}: the largest ECE is {worst:.3f}"
+
+    return _reliability(settings, 9, wanted, "without DP and prior, nearly calibrated", verdict)
 
 
 def fig5(settings: Settings) -> Result:
@@ -112,8 +145,18 @@ def fig5(settings: Settings) -> Result:
     )  # fmt: skip
 
 
-def _digit(settings: Settings, number: int, which: int, label: int, paper: str) -> Result:
-    """Histograms of the class probabilities of one image over 100 draws."""
+def _digit(
+    settings: Settings,
+    number: int,
+    which: int,
+    label: int,
+    paper: str,
+    verdict: Callable[[dict[str, int]], str],
+) -> Result:
+    """Histograms of the class probabilities of one image over 100 draws.
+
+    The verdict is made of the most probable class by method.
+    """
     pairs = [(kind, "gaussian") for kind in BAYESIAN]
     runs = found(settings, pairs, ("mlp",), ("own",))
     curves, rows = [], []
@@ -149,7 +192,7 @@ def _digit(settings: Settings, number: int, which: int, label: int, paper: str) 
             protocol="-",
             corrected=f"right: {', '.join(right) or 'none'}" if ready else "-",
             epsilon=", ".join(sorted({f"{row[3]:.3f}" for row in ready if row[3]})) or "-",
-            verdict=f"{len(right)} of {len(rows)} predict class {label}"
+            verdict=verdict({row[0]: row[1] for row in rows})
             if len(ready) == len(rows)
             else "not complete",
         ),
@@ -158,12 +201,24 @@ def _digit(settings: Settings, number: int, which: int, label: int, paper: str) 
 
 def fig6(settings: Settings) -> Result:
     """Predictions of the easy image by all BNNs (Figure 6)."""
-    return _digit(settings, 6, 0, 2, "all methods are right, private or not")
+
+    def verdict(classes: dict[str, int]) -> str:
+        right = [name for name, found in classes.items() if found == 2]
+        same = len(right) == len(classes)
+        return f"{'holds' if same else 'does not hold'}: {len(right)} of {len(classes)} are right"
+
+    return _digit(settings, 6, 0, 2, "all methods are right, private or not", verdict)
 
 
 def fig7(settings: Settings) -> Result:
     """Predictions of the hard image by all BNNs (Figure 7)."""
-    return _digit(settings, 7, 1, 3, "DP-SGLD and DP-BBP tend to class 5")
+
+    def verdict(classes: dict[str, int]) -> str:
+        same = classes["DP-SGLD"] == classes["DP-BBP"] == 5
+        words = ", ".join(f"{name} {found}" for name, found in classes.items())
+        return f"{'holds' if same else 'does not hold'}; most probable classes: {words}"
+
+    return _digit(settings, 7, 1, 3, "DP-SGLD and DP-BBP tend to class 5", verdict)
 
 
 def _scan(settings: Settings, name: str, cells: list[dict[str, Any]]) -> list[Any]:
@@ -236,8 +291,9 @@ def fig1(settings: Settings) -> Result:
             protocol="; ".join(f"{e:.2f}: {a:.3f}" for e, a in langevin) + " (epsilon: DP-SGLD)",
             corrected="-",
             epsilon="as on the axis",
-            verdict=f"{sum(beaten)} of {len(beaten)} DP-SGLD runs are beaten by a DP-SGD run of "
-            "the scan with no larger epsilon"
+            verdict=f"{'does not hold' if any(beaten) else 'holds'}: {sum(beaten)} of "
+            f"{len(beaten)} DP-SGLD runs are matched or beaten by a DP-SGD run of the scan with no "
+            "larger epsilon"
             if len(runs) == len(cells)
             else "not complete",
         ),

@@ -63,7 +63,9 @@ def theorem41(settings: Settings) -> Result:
             "shift: all eigenvalues move until the lowest is rho, definition 4.2 of the paper, for "
             "which the theorem is stated. Lift: eigenvalues below rho become rho, what Algorithm 3 "
             "does",
-            "the printed bound is empty (infinite) where rho <= 2 M, as with the paper's small rho",
+            "the printed bound is infinite where rho <= 2 M, as with the paper's small rho; - "
+            "stands for that in rows of shift, and in rows of lift for no bound, as the theorem is "
+            "not about them. A bound below the simulated mean is a counter-example",
             f"appendix A, what clipping costs: at C = {clip:.3g} the KL is {exact:.4g}, the "
             f"corrected formula gives {formula:.4g}, the printed one {formula + extra:.4g}",
         ),

@@ -17,6 +17,7 @@ from dpbnn.reproduce.result import Settings
 __all__ = ["Images", "images"]
 
 _MEAN, _STD = 0.1307, 0.3081
+_MNIST = "edc0d109"  # digest of its training images and labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,21 +51,23 @@ class Images:
 
 
 def images(settings: Settings) -> Images:
-    """Return the images of `DATA/mnist`, on the device; in a fast run fewer of them.
+    """Return the images of the data folder, on the device; in a fast run fewer of them.
 
-    The folder may hold any other image set in MNIST's file format. A fast run without files takes
-    scikit-learn's digits, enlarged.
+    They are MNIST, or any other set in its file format (idx, gzip or not), in the folder itself or
+    in its subfolder "mnist". A fast run without files takes scikit-learn's digits, enlarged.
     """
-    folder = Path(settings.data or os.environ.get("DPBNN_DATA", ".")) / "mnist"
-    if (folder / "train-images-idx3-ubyte.gz").is_file():
+    above = Path(settings.data or os.environ.get("DPBNN_DATA", "."))
+    folder = next((f for f in (above / "mnist", above) if _file(f, "train-images-idx3")), None)
+    if folder is not None:
         parts = [_read(folder, part) for part in ("train", "t10k")]
-        digest = hashlib.sha256(parts[0][1].tobytes()).hexdigest()[:8]
-        name = {"1feba77c": "mnist"}.get(digest, f"images {digest}")
+        digest = hashlib.sha256(b"".join(values.tobytes() for values in parts[0])).hexdigest()[:8]
+        name = {_MNIST: "mnist"}.get(digest, f"images {digest}")
     elif settings.fast:
         parts, name = _digits(), "digits"
     else:
         raise ValueError(
-            f"{folder}: MNIST's files are not here; set DPBNN_DATA or pass --data, or --fast"
+            f"{above}: MNIST's files (train-images-idx3-ubyte.gz and so on) are neither here nor "
+            f"in its folder mnist; set DPBNN_DATA or pass --data, or --fast"
         )
     if settings.fast:
         parts = [(x[:n], y[:n]) for (x, y), n in zip(parts, (600, 200), strict=True)]
@@ -74,11 +77,32 @@ def images(settings: Settings) -> Images:
     return Images(x.to(device), y.to(device), x_test.to(device), y_test, name)
 
 
+def _file(folder: Path, name: str) -> Path | None:
+    """Return a file in MNIST's format, packed or not, if it is there."""
+    places = (folder / f"{name}-ubyte.gz", folder / f"{name}-ubyte")
+    return next((path for path in places if path.is_file()), None)
+
+
+def _numbers(folder: Path, name: str) -> np.ndarray:
+    """Return the numbers of an idx file of bytes, in their shape."""
+    path = _file(folder, name)
+    if path is None:
+        raise ValueError(f"{folder / name}-ubyte.gz: is not here")
+    content = path.read_bytes()
+    content = gzip.decompress(content) if path.suffix == ".gz" else content
+    axes = content[3]
+    shape = np.frombuffer(content, ">i4", axes, 4)
+    return np.frombuffer(content, np.uint8, offset=4 + 4 * axes).reshape(shape).copy()
+
+
 def _read(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
-    pixels = gzip.decompress((folder / f"{part}-images-idx3-ubyte.gz").read_bytes())
-    labels = gzip.decompress((folder / f"{part}-labels-idx1-ubyte.gz").read_bytes())
-    x = np.frombuffer(pixels, np.uint8, offset=16).reshape(-1, 28, 28).copy()
-    return x, np.frombuffer(labels, np.uint8, offset=8).copy()
+    x, y = (_numbers(folder, f"{part}-{kind}") for kind in ("images-idx3", "labels-idx1"))
+    if x.shape[1:] != (28, 28) or len(x) != len(y) or y.max(initial=0) > 9:
+        raise ValueError(
+            f"{folder}: {part} has images of shape {list(x.shape)} and {len(y)} labels up to "
+            f"{y.max(initial=0)}; they must be as MNIST's: [n, 28, 28], and n labels from 0 to 9"
+        )
+    return x, y
 
 
 def _digits() -> list[tuple[np.ndarray, np.ndarray]]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dpbnn.reproduce import items
+from dpbnn.reproduce import NEEDS, items
 from dpbnn.reproduce.result import table
 
 __all__ = ["render"]
@@ -45,9 +45,9 @@ def render(folder: Path) -> str:
         path = folder / f"{name}.json"
         values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         if values is None or _empty(values["record"]):
-            rows.append(
-                (f"{name}: {words}", "", "", "", "", f"not run yet: `dpbnn reproduce {name}`")
-            )
+            missing = f"{NEEDS[name]}; then " if name in NEEDS else ""
+            verdict = f"not run: {missing}`dpbnn reproduce {name}`"
+            rows.append((f"{name}: {words}", "", "", "", "", verdict))
             continue
         rows.append((f"[{name}](#{_anchor(name)})", *_summary(values)))
         sections.append(_section(name, values, folder))

@@ -1,140 +1,243 @@
-"""Seconds an epoch of each private method, beside the DP-BNN paper's, and Opacus where it is."""
+"""Seconds an epoch of each private method, beside the DP-BNN paper's, plain torch and Opacus."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
+import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dpbnn.methods import BBP, SGD, SGLD, MCDropout
 from dpbnn.methods.method import Method
-from dpbnn.networks import cnn, mlp
 from dpbnn.priors import Gaussian
 from dpbnn.privacy.plan import open_plan, plan
 from dpbnn.reproduce.cells import Cells
+from dpbnn.reproduce.dp_bnn_mnist import network
 from dpbnn.reproduce.result import Result, Settings, Summary
 from dpbnn.training import fit
 
 __all__ = ["speed"]
 
-BATCH, EPOCH = 256, 60_000 / 256
-METHODS: dict[str, tuple[Method, float, float | None]] = {
-    "SGLD": (SGLD.paper(keep=1), 0.0, 10.0),
-    "BBP, weight space": (BBP(learning_rate=0.15, clip=1.5), 0.0, 480.0),
-    "BBP, Algorithm 3, one draw": (BBP.paper(), 0.0, 480.0),
-    "MC Dropout": (MCDropout(learning_rate=0.1, clip=1.5), 0.5, 9.0),
-    "SGD": (SGD(learning_rate=0.25, clip=1.5), 0.0, 10.0),
+BATCH, EPOCH, RATE, SIGMA, CLIP = 256, 60_000 / 256, 0.25, 1.3, 1.5
+METHODS: dict[str, tuple[Method, float | None]] = {
+    "SGLD": (SGLD.paper(keep=1), 10.0),
+    "BBP, weight space": (BBP(learning_rate=0.15, clip=CLIP), 480.0),
+    "BBP, Algorithm 3, one draw": (BBP.paper(), 480.0),
+    "MC Dropout": (MCDropout(learning_rate=0.1, clip=CLIP), 9.0),
+    "SGD": (SGD(learning_rate=RATE, clip=CLIP), 10.0),
 }
-"""Method, dropout and the paper's seconds an epoch on a P100."""
+"""Method and the paper's seconds an epoch on a P100."""
+OPEN, PLAIN, OPACUS = "SGD, not private", "plain torch, SGD", "Opacus ghost clipping, SGD"
+Train = Callable[[int], None]
+"""Trains for a number of steps."""
 
 
-def _wait(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
+def _loop(cell: dict[str, Any], model: nn.Module, x: Tensor, y: Tensor) -> Train:
+    """Return plain training on batches of exactly the expected size, or that of Opacus."""
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=RATE)
+    criterion: Any = nn.CrossEntropyLoss()
+    if cell["method"] == OPACUS:
+        from opacus.grad_sample import GradSampleModuleFastGradientClipping
+        from opacus.optimizers import DPOptimizerFastGradientClipping
+        from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+        model = GradSampleModuleFastGradientClipping(
+            model, max_grad_norm=CLIP, use_ghost_clipping=True
+        )
+        optimizer = DPOptimizerFastGradientClipping(
+            optimizer, noise_multiplier=SIGMA, max_grad_norm=CLIP, expected_batch_size=BATCH
+        )
+        criterion = DPLossFastGradientClipping(model, optimizer, criterion)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            rows = torch.randint(0, len(x), (BATCH,), device=x.device)
+            criterion(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return train
 
 
-def _seconds(cell: dict[str, Any], settings: Settings) -> float:
-    """Return seconds an epoch: a long run less a short one, after one that warms up."""
-    device, n = settings.device, 2000 if settings.fast else 60_000
+def _fit(cell: dict[str, Any], make: Callable[[], nn.Module], x: Tensor, y: Tensor) -> Train:
+    """Return training by the library, all of `fit`."""
+    way, _ = METHODS.get(cell["method"], METHODS["SGD"])
+    sigma = way.noise_multipliers(len(x), BATCH, 1)[0] if isinstance(way, SGLD) else SIGMA
+
+    def train(steps: int) -> None:
+        budget = open_plan(n=len(x), batch_size=BATCH, steps=steps)
+        if cell["method"] != OPEN:
+            budget = plan(
+                noise_multiplier=sigma, delta=1e-5, n=len(x), batch_size=BATCH, steps=steps
+            )
+        fit(make, (x, y), "categorical", Gaussian(0.1), way, budget, device=str(x.device),
+            progress=False)  # fmt: skip
+
+    return train
+
+
+def _measured(cell: dict[str, Any], device: str) -> dict[str, Any]:
+    """Return seconds an epoch: a long run less a short one, after one that warms up.
+
+    With one thread on a CPU they are CPU seconds, which do not count the work of others on the
+    machine; the time that passed is kept beside them.
+    """
+    n = 2000 if cell.get("fast") else 60_000
     x = torch.randn(n, 1, 28, 28, device=device)
     y = torch.randint(0, 10, (n,), device=device)
-    hidden = (32, 32) if settings.fast else (1200, 1200)
-    way, dropout, _ = METHODS.get(cell["method"], (SGD(learning_rate=0.25), 0.0, None))
+    kind = "mcdropout" if cell["method"] == "MC Dropout" else "sgd"
 
     def make() -> nn.Module:
-        return cnn() if cell["network"] == "cnn" else mlp(hidden=hidden, dropout=dropout)
+        return network({**cell, "method": kind})
 
-    if cell["method"] == "Opacus, SGD":
-        return _opacus(make().to(device), x, y, cell["steps"])
+    loop = cell["method"] in (PLAIN, OPACUS)
+    train = _loop(cell, make().to(device), x, y) if loop else _fit(cell, make, x, y)
+    alone = device == "cpu" and torch.get_num_threads() == 1
+    clocks = (time.process_time if alone else time.perf_counter, time.perf_counter)
     times = []
     for steps in (cell["steps"], cell["steps"], 3 * cell["steps"]):
-        budget = open_plan(n=n, batch_size=BATCH, steps=steps)
-        if cell["method"] != "SGD, not private":
-            sigma = 1.3
-            if isinstance(way, SGLD):
-                sigma = way.noise_multipliers(n, BATCH, 1)[0]
-            budget = plan(noise_multiplier=sigma, delta=1e-5, n=n, batch_size=BATCH, steps=steps)
-        _wait(device)
-        begin = time.perf_counter()
-        fit(make, (x, y), "categorical", Gaussian(0.1), way, budget, device=device, progress=False)
-        _wait(device)
-        times.append(time.perf_counter() - begin)
-    return (times[2] - times[1]) / (2 * cell["steps"]) * EPOCH
+        begin = [clock() for clock in clocks]
+        train(steps)
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        times.append([clock() - start for clock, start in zip(clocks, begin, strict=True)])
+    seconds, passed = (
+        (long - short) / (2 * cell["steps"]) * EPOCH
+        for short, long in zip(times[1], times[2], strict=True)
+    )
+    value = {"seconds": seconds, "passed": passed, "cores": os.cpu_count(),
+             "threads": torch.get_num_threads()}  # fmt: skip
+    if cell["method"] == OPACUS:
+        value["opacus"] = importlib.metadata.version("opacus")
+    return value
 
 
-def _opacus(model: nn.Module, x: Any, y: Any, steps: int) -> float:
-    from opacus import GradSampleModule
-    from opacus.optimizers import DPOptimizer
+def _where(line: dict[str, Any]) -> str:
+    threads = line["value"].get("threads")
+    if line["cell"]["device"] != "cpu":
+        return str(line["device"])
+    return f"{line['device']}, {threads} thread{'' if threads == 1 else 's'}"
 
-    wrapped = GradSampleModule(model)
-    optimizer = DPOptimizer(
-        torch.optim.SGD(wrapped.parameters(), lr=0.25), noise_multiplier=1.3, max_grad_norm=1.5,
-        expected_batch_size=BATCH,
-    )  # fmt: skip
-    times = []
-    for step in range(steps + 2):
-        rows = torch.randint(0, len(x), (BATCH,), device=x.device)
-        begin = time.perf_counter()
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(wrapped(x[rows]), y[rows]).backward()
-        optimizer.step()
-        _wait(str(x.device))
-        if step >= 2:
-            times.append(time.perf_counter() - begin)
-    return sum(times) / len(times) * EPOCH
+
+def _rows(lines: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Return medians over rounds by device, network and method; ratios are taken in a round."""
+    found: dict[tuple[str, str, str], dict[int, float]] = {}
+    for line in lines:
+        cell = line["cell"]
+        key = _where(line), cell["network"], cell["method"]
+        found.setdefault(key, {})[cell.get("round", 0)] = line["value"]["seconds"]
+    rows = []
+    for (where, net, name), seconds in found.items():
+        plain = found.get((where, net, PLAIN), {})
+        ratios = [value / plain[i] for i, value in seconds.items() if i in plain and plain[i] > 0]
+        paper = METHODS[name][1] if name in METHODS and net == "mlp" else None
+        rows.append((name, net.upper(), paper, statistics.median(seconds.values()),
+                     statistics.median(ratios) if ratios else None, where))  # fmt: skip
+    return rows
 
 
 def speed(settings: Settings) -> Result:
-    """Seconds an epoch of every private method, MLP and CNN, batch 256."""
-    steps = 2 if settings.fast else 1000 if settings.device.startswith("cuda") else 10
-    names = ["SGD, not private", *METHODS]
-    cpu = settings.device == "cpu"
-    if cpu and importlib.util.find_spec("opacus") is not None and not settings.fast:
-        names.append("Opacus, SGD")
+    """Seconds an epoch of every private method, MLP and CNN, beside plain torch and Opacus."""
+    cuda = settings.device.startswith("cuda")
+    steps = 2 if settings.fast else 1000 if cuda else 10
+    rounds = settings.count(1 if cuda else 3)
+    here = importlib.util.find_spec("opacus") is not None
     cells = [
-        {"method": name, "network": net, "steps": 5 if name.startswith("Opacus") else steps,
-         "device": settings.device}
-        for name in names
+        {"method": name, "network": net, "steps": steps, "device": settings.device,
+         **({"round": i} if i else {})}
+        for i in range(rounds)
         for net in ("mlp", "cnn")
-        if not (net == "cnn" and name == "MC Dropout")
+        for name in (PLAIN, *((OPACUS,) if here else ()), OPEN, *METHODS)
     ]  # fmt: skip
     kept = Cells("speed", settings)
-    found = kept.all(
-        cells, lambda cell: {"seconds": _seconds(cell, settings), "cores": os.cpu_count()}
-    )
-    elsewhere = [line for line in kept.lines.values() if line["cell"]["device"] != settings.device]
-    settings.used.extend(elsewhere)
-    found += [(line["cell"], line["value"]) for line in elsewhere]
-    rows = [
-        (c["method"], c["network"].upper(), METHODS.get(c["method"], (0, 0, None))[2]
-         if c["network"] == "mlp" else None, v["seconds"], c["device"])
-        for c, v in found
+    elsewhere = [
+        line for line in kept.lines.values()
+        if line["cell"]["device"] != settings.device
+        and line["cell"].get("fast", False) == settings.fast
     ]  # fmt: skip
-    by = {row[:2]: row for row in sorted(rows, key=lambda row: row[4])}  # "cuda" after "cpu"
-    bbp, sgd = by.get(("BBP, weight space", "MLP")), by.get(("SGD", "MLP"))
-    ready = bbp is not None and sgd is not None and min(bbp[3], sgd[3]) > 0
+    kept.all(cells, lambda cell: _measured(cell, settings.device))
+    settings.used.extend(elsewhere)
+    lines = [line for line in settings.used if "value" in line]
+    rows = _rows(lines)
     return Result(
         title="Speed: seconds an epoch of MNIST's size, batch 256",
-        columns=("method", "network", "paper: s an epoch (P100)", "s an epoch", "device"),
+        columns=(
+            "method",
+            "network",
+            "paper: s an epoch (P100)",
+            "s an epoch",
+            "x plain torch",
+            "device",
+        ),
         rows=tuple(rows),
         notes=(
             "random images; the time of a long run less that of a short one, so that setting up is "
-            "not in it; on a machine that others use, only ratios mean something",
+            "not in it, scaled to an epoch of 234 steps: a difference of "
+            + ", ".join(f"{2 * s} steps on {d}" for d, s in _lengths(lines).items())
+            + ". On the CPU medians over rounds in which every method runs in turn; with one "
+            "thread CPU seconds, which do not count the work of others on the machine",
+            "all rows but plain torch and Opacus are whole calls of dpbnn.fit: Poisson batches, "
+            "noise from a cryptographic generator, gate and ledger. Plain torch and Opacus run a "
+            "loop over batches of exactly 256 records, without sampling and accounting, and "
+            "Opacus adds torch's own noise",
+            *_remarks(lines, here),
         ),
-        summary=Summary(
-            paper="10 s (SGLD, SGD), 9 s (MC Dropout), 480 s (BBP), on a P100",
-            protocol="-",
-            corrected=f"SGD {sgd[3]:.2g} s, BBP {bbp[3]:.2g} s" if ready else "-",  # type: ignore[index]
-            epsilon="-",
-            verdict=f"BBP costs {bbp[3] / sgd[3]:.1f} times SGD, not 48 times"  # type: ignore[index]
-            if ready
-            else "not complete, or too few steps to measure",
-        ),
+        summary=_summary(rows),
     )
+
+
+def _lengths(lines: list[dict[str, Any]]) -> dict[str, int]:
+    return {line["device"]: line["cell"]["steps"] for line in lines}
+
+
+def _remarks(lines: list[dict[str, Any]], here: bool) -> tuple[str, ...]:
+    """Say which Opacus it is, where it is missing and why, and which rows are of older code."""
+    versions = {line["value"]["opacus"] for line in lines if "opacus" in line["value"]}
+    found = [f"Opacus {', '.join(sorted(versions))}"] if versions else []
+    if not here:
+        found.append("Opacus is not installed here, so it was not run: pip install opacus")
+    older = {line["device"] for line in lines if "threads" not in line["value"]}
+    if older:
+        found.append(
+            f"the rows of {', '.join(sorted(older))} are of earlier code, without plain torch and "
+            "Opacus. The likely reason why SGLD is slow in them: it measured the temperature of "
+            "its noise by operations outside the CUDA graph, at every step (it stores one iterate, "
+            "so that writing is not the reason). That is now inside the graph, and the clip has "
+            "fewer kernels: later times are in "
+            "[benchmarks/README.md](../benchmarks/README.md#on-a-gpu)"
+        )
+    return tuple(found)
+
+
+def _summary(rows: list[tuple[Any, ...]]) -> Summary:
+    by = {(row[5], row[1], row[0]): row for row in rows}
+    times, costs, beside = [], [], []
+    for where in dict.fromkeys(row[5] for row in rows):
+        bbp, sgd = (by.get((where, "MLP", name)) for name in ("BBP, weight space", "SGD"))
+        if bbp and sgd and min(bbp[3], sgd[3]) > 0:
+            times.append(f"SGD {sgd[3]:.2g} s, BBP {bbp[3]:.2g} s ({where}, MLP)")
+            costs.append(f"{bbp[3] / sgd[3]:.1f} times ({where})")
+        for net in ("MLP", "CNN"):
+            both = [by.get((where, net, name), (None,) * 6)[4] for name in ("SGD", OPACUS)]
+            if None not in both:
+                beside.append(f"{both[0]:.2f} and {both[1]:.2f} ({net}, {where})")
+    return Summary(
+        paper="10 s (SGLD, SGD), 9 s (MC Dropout), 480 s (BBP), on a P100",
+        protocol="-",
+        corrected="; ".join(times) or "-",
+        epsilon="-",
+        verdict=f"BBP costs {', '.join(costs)} what SGD does, not 48 times"
+        + (f"; private SGD and Opacus, in epochs of plain torch: {'; '.join(beside)}" if beside
+           else "")
+        if costs
+        else "not complete, or too few steps to measure",
+    )  # fmt: skip
 
 
 ITEMS = {"speed": speed}
