@@ -33,11 +33,10 @@ PAPERS = {
 """The modules of a paper; their `ITEMS` are functions from `Settings` to `Result`, by name."""
 
 NEEDS = {
-    "bayesian-dp.cifar10": "it needs CIFAR10 and VGG-16 with weights of ImageNet, neither of which "
-    "this project could have: write x_train [50000, width], y_train, x_test [10000, width] and "
-    "y_test, the outputs of VGG-16's convolutions on images enlarged to 128 x 128, to "
-    "DPBNN_DATA/cifar10/vgg16-features.npz (`numpy.savez`). Its fast version, on synthetic "
-    "features, runs without it (`--fast`)",
+    "bayesian-dp.cifar10": "it needs CIFAR10 and VGG-16 with weights of ImageNet, which this "
+    "library does not download (`--fast` takes synthetic features instead). Write x_train [50000, "
+    "width], y_train, x_test [10000, width] and y_test, the outputs of VGG-16's convolutions on "
+    "the images enlarged to 128 x 128, to DPBNN_DATA/cifar10/vgg16-features.npz by numpy.savez",
 }
 """Files that an item needs and that are not among the library's datasets."""
 

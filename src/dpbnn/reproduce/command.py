@@ -18,8 +18,8 @@ import click
               help="Of initialisation and synthetic data.")  # fmt: skip
 @click.option("--seeds", type=click.IntRange(min=1),
               help="How many seeds, simulations or splits [default: the item's own].")  # fmt: skip
-@click.option("--data", type=click.Path(path_type=Path), help="Folder of the datasets "
-              "[default: DPBNN_DATA].")  # fmt: skip
+@click.option("--data", type=click.Path(path_type=Path), help="Folder of the datasets, or of "
+              "other images in MNIST's file format [default: DPBNN_DATA].")  # fmt: skip
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--limit", type=float, default=math.inf, metavar="SECONDS",
               help="Start no further run after so many seconds; run again to go on.")  # fmt: skip

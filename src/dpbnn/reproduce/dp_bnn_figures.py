@@ -105,7 +105,8 @@ def fig8(settings: Settings) -> Result:
         }
         better = [name for name, (without, given) in pairs.items() if given < without]
         words = ", ".join(f"{n} from {a:.3f} to {b:.3f}" for n, (a, b) in pairs.items())
-        return f"the prior lowers the ECE of {len(better)} of {len(pairs)}: {words}"
+        holds = "holds" if len(better) == len(pairs) else "does not hold for all"
+        return f"{holds}: the prior lowers the ECE of {len(better)} of {len(pairs)}: {words}"
 
     claim = "the prior mends the calibration of all three"
     return _reliability(settings, 8, wanted, claim, verdict)

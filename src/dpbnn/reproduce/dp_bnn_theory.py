@@ -78,8 +78,8 @@ def privacy(settings: Settings) -> Result:
         ),
         rows=tuple(rows),
         notes=(
-            "the central-limit value is an approximation; at the paper's settings it lies below "
-            "the true epsilon, and so it is no bound",
+            "the central-limit value is an approximation; for the sampled batches of the paper it "
+            "lies below the true epsilon, and so it is no bound",
             "the paper's code shuffles fixed batches and accounts for Poisson sampling; without "
             "amplification its passes cost what the last column says",
             "PLD: Poisson batches, zero-out; for full batches the exact Gaussian curve",
@@ -92,7 +92,9 @@ def privacy(settings: Settings) -> Result:
             corrected="the same settings by PLD",
             epsilon=f"{rows[0][7]:.3f}, {rows[1][7]:.3f}, {exact.epsilon:.3f}",
             verdict=("all five numbers reproduce" if same else "the numbers differ")
-            + ("; the GDP ones lie below the true epsilon" if all(below) else ""),
+            + (
+                "; the GDP ones of sampled batches lie below the true epsilon" if all(below) else ""
+            ),
         ),
     )
 

@@ -273,7 +273,9 @@ def records(settings: Settings) -> Result:
         spread = statistics.stdev([v["accuracy"] for v in own]) if len(own) > 1 else None
         before = _mean([v["before"]["ece"] for v in own])
         epsilon = max((v["epsilon"] for v in own), default=None)
-        verdict = _beside(found, name) if name in BAYESIAN else _reached(name, means) * known
+        verdict = _beside(found, name)
+        if known and name in TARGETS and own:
+            verdict = _reached(name, means)
         rows.append((name, record.batch, record.epochs, means[0], spread, means[1], before,
                      means[2], means[3], epsilon, len(own), verdict or None))  # fmt: skip
     by = {row[0]: row for row in rows}
@@ -319,20 +321,16 @@ def records(settings: Settings) -> Result:
             f"head, five views); CNN on pixels {_short(convolution[3])}, ECE "
             f"{_short(convolution[7])}",
             epsilon=f"{_short(best[9])}; pixels {_short(convolution[9])}",
-            verdict=words or "not complete",
+            verdict=words or ("no targets for these images" if found else "not complete"),
         ),
     )
 
 
-def _reached(name: str, means: list[float | None]) -> str:
+def _reached(name: str, means: list[Any]) -> str:
     """Say whether the targets of accuracy and ECE are met."""
-    accuracy, _, ece, _ = means
-    if name not in TARGETS or accuracy is None or ece is None:
-        return ""
-    least, most = TARGETS[name]
-    met = [f"accuracy >= {least} {'met' if accuracy >= least else 'missed'}",
-           f"ECE <= {most} {'met' if ece <= most else 'missed'}"]  # fmt: skip
-    return ", ".join(met)
+    (least, most), (accuracy, _, ece, _) = TARGETS[name], means
+    first, second = ("met" if good else "missed" for good in (accuracy >= least, ece <= most))
+    return f"accuracy >= {least} {first}, ECE <= {most} {second}"
 
 
 def _beside(found: list[tuple[dict[str, Any], dict[str, Any]]], name: str) -> str:
@@ -341,7 +339,7 @@ def _beside(found: list[tuple[dict[str, Any], dict[str, Any]]], name: str) -> st
         head: {c["seed"]: v["nll"] for c, v in found if c["run"] == head} for head in (name, POINT)
     }
     gaps = [nll[name][seed] - nll[POINT][seed] for seed in nll[name] if seed in nll[POINT]]
-    if len(gaps) < 2:
+    if name not in BAYESIAN or len(gaps) < 2:
         return ""
     mean, error = statistics.mean(gaps), statistics.stdev(gaps) / len(gaps) ** 0.5
     words = "no worse" if mean <= 0 else "the same within noise" if mean < 2 * error else "worse"
