@@ -111,3 +111,26 @@ def test_year_is_in_the_tables_where_its_file_is(tmp_path, monkeypatch):
         cell["settings"] |= {"hidden": 4, "steps": 2, "epochs": 1}
         result = uci.one(cell)
         assert np.isfinite([result["rmse"], result["ll"]]).all()
+
+
+def test_year_is_looked_for_in_the_folder_that_is_given(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPBNN_DATA", str(tmp_path / "other"))
+    path = tmp_path / "given" / uci.year_file().relative_to(tmp_path / "other")
+    path.parent.mkdir(parents=True)
+    path.write_text("2000,1\n")
+    (left_out,) = dp_sep_uci._year(Settings())
+    assert f"DPBNN_DATA/{path.relative_to(tmp_path / 'given')}" in left_out
+    assert "year" in dp_sep_uci._sets(Settings(data=tmp_path / "given"))
+    assert dp_sep_uci._year(Settings()) == ()
+
+
+def test_methods_are_compared_split_by_split():
+    values = {"dp-sep": (1.0, 2.0, 3.0), "dp-vi": (1.5, 2.5, 3.5), "sep": (9.0,)}
+    runs = [
+        ({"dataset": "wine", "method": kind, "split": i}, {"rmse": v})
+        for kind, own in values.items()
+        for i, v in enumerate(own)
+    ]
+    runs.append(({"dataset": "wine", "method": "dp-sgd", "split": 0}, {"error": "failed"}))
+    notes = dp_sep_uci._paired(runs, "rmse")
+    assert notes == ("DP-SEP less DP-VI corrected, split by split: wine -0.5 (se 0)",)
