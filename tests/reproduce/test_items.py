@@ -301,15 +301,16 @@ class TestSpeed:
         return {"cell": cell, "value": value, "seconds": 1.0, "device": "GPU", "versions": {}}
 
     def test_rows_of_another_device_stay_beside_those_of_this_one(self, tmp_path):
-        found = {"SGD": 0.5, "BBP, weight space": 0.75, speed.PLAIN: 0.25}
+        found = {"SGD": 0.5, "BBP, weight space": 0.75, "BBP, Algorithm 3, one draw": 1.25,
+                 speed.PLAIN: 0.25}  # fmt: skip
         lines = [json.dumps(self.line(name, value)) + "\n" for name, value in found.items()]
         (tmp_path / "speed.cells.jsonl").write_text("".join(lines))
         result = reproduce.reproduce("speed", reproduce.Settings(out=tmp_path, limit=-1))
         assert [(row[0], row[3], row[4], row[5]) for row in result.rows] == [
             ("SGD", 0.5, 2.0, "GPU"), ("BBP, weight space", 0.75, 3.0, "GPU"),
-            (speed.PLAIN, 0.25, 1.0, "GPU"),
+            ("BBP, Algorithm 3, one draw", 1.25, 5.0, "GPU"), (speed.PLAIN, 0.25, 1.0, "GPU"),
         ]  # fmt: skip
-        assert "1.5 times (GPU)" in result.summary.verdict
+        assert "1.5 and 2.5 (GPU)" in result.summary.verdict
 
     def test_ratios_are_taken_within_a_round(self):
         lines = [
