@@ -395,10 +395,10 @@ def cifar10(settings: Settings) -> Result:
         path = folder / "cifar10" / "vgg16-features.npz"
         if not path.is_file():
             raise ValueError(
-                f"{path}: is not here; write x_train [50000, width], y_train, x_test [10000, "
-                f"width] and y_test there by numpy.savez: the outputs of VGG-16's convolutions "
-                f"(weights of ImageNet) on CIFAR10's images, enlarged to 128 x 128. Or pass --fast "
-                f"for synthetic features"
+                f"{path}: is not here; write x_train, y_train, x_test, y_test there by "
+                f"numpy.savez: the outputs of VGG-16's convolutions (weights of ImageNet), "
+                f"[records, width], on CIFAR10's images enlarged to 128 x 128, and classes. Or "
+                f"pass --fast for synthetic features"
             )
         with np.load(path) as file:
             parts = tuple(file[k] for k in ("x_train", "y_train", "x_test", "y_test"))
