@@ -14,7 +14,7 @@ from torch import nn
 
 import dpbnn
 from dpbnn import reproduce
-from dpbnn.reproduce import records, speed
+from dpbnn.reproduce import dp_bnn_mnist, records, speed
 from dpbnn.reproduce.cells import Cells
 from dpbnn.reproduce.command import reproduce_command
 from dpbnn.reproduce.dp_bnn_theory import simulated_epsilon
@@ -292,6 +292,16 @@ def test_a_bayesian_head_is_compared_seed_by_seed_with_the_point_estimate():
     ]:
         assert records._beside([*runs(head, values), *point], head).endswith(f": {word}")
     assert records._beside(point, head) == ""
+
+
+def test_a_network_that_guesses_reproduces_no_calibration():
+    """Its gap is near the paper's because its confidence is near a tenth, as its accuracy is."""
+    rows = [("SGD", "with", 0.01, 0.1, 0.9, 0.02), ("SGD", "without", 0.01, 0.1, 0.9, 0.2),
+            ("MC Dropout", "with", 0.01, 0.1, 0.1, 0.01)]  # fmt: skip
+    found, missed, guessed = dp_bnn_mnist._calibration_verdict(rows).split("; ")
+    assert found.endswith("for SGD with prior")
+    assert missed == "not for SGD without prior"
+    assert guessed.endswith("MC Dropout with prior (accuracy 0.10)")
 
 
 class TestSpeed:

@@ -76,8 +76,9 @@ NOTES = (
         for kind, runs in uci.chosen()["tuning_runs"].items()
     )
     + ". A method that had more runs has an advantage",
-    "the paper's DP-SEP columns come from code whose clipped and noised factors are never used: "
-    "they are not private. Its DP-VI clips nothing and counts epochs for steps",
+    "in the only code of the paper that was found, the clipped and noised factors of DP-SEP are "
+    "never used, so that its columns are not private, and DP-VI clips nothing and counts epochs "
+    "for steps. The published repository could not be seen and may differ",
 )
 
 
@@ -124,8 +125,8 @@ def _year(settings: Settings) -> tuple[str, ...]:
     if "year" in _sets(settings):
         return ()
     return (
-        "Year is left out: YearPredictionMSD is not among the library's datasets, and could not be "
-        f"had here. With its text file as DPBNN_DATA/uci/{uci.DATASETS['year'].folder}/{uci.YEAR} "
+        "Year is left out: YearPredictionMSD is not among the datasets that the library reads or "
+        f"downloads. With its text file as DPBNN_DATA/uci/{uci.DATASETS['year'].folder}/{uci.YEAR} "
         "(from the UCI repository, unpacked) the same command adds its rows: one split, the last "
         "51 630 songs to test on, settings of Protein",
     )
@@ -187,8 +188,8 @@ def _table(settings: Settings, title: str, key: str, paper: dict[str, dict[str, 
             protocol=f"Algorithm 3 at epsilon 1: wine {literal}" if literal else "-",
             corrected=", ".join(line) or "-",
             epsilon=_spread([r[4] for r in rows if r[1] == METHODS["dp-sep"] and r[4]], 4) or "-",
-            verdict="the paper's DP-SEP has no noise; with noise, corrected DP-SEP is at most "
-            f"{margin} worse than the paper's numbers on "
+            verdict="the paper's DP-SEP has no noise in the only code found; with noise, corrected "
+            f"DP-SEP is at most {margin} worse than the paper's numbers on "
             f"{', '.join(close) or 'none'}"
             + (f", and worse on {', '.join(worse)}" if worse else "")
             if tried
