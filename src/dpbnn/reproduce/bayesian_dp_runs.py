@@ -204,6 +204,11 @@ def tutorial_cnn(width: int = 64, hidden: tuple[int, int] = (384, 192)) -> nn.Se
     )
 
 
+def _batch(n: int) -> int:
+    """Return the paper's batch size, or half the records of a smaller set."""
+    return min(1024, n // 2)
+
+
 def mnist(settings: Settings) -> Result:
     """MNIST by a CNN at batch 1024, all weights and a random tenth a step, both accountants."""
     d = data.load("mnist", settings.data)
@@ -215,7 +220,7 @@ def mnist(settings: Settings) -> Result:
     if settings.fast:
         size, length = (8, (32, 32)), {"steps": 12}
         x_test, d = x_test[:1000], dataclasses.replace(d, y_test=d.y_test[:1000])
-    budget = plan(epsilon=2.2, delta=DELTA, n=len(x), batch_size=1024, **length)
+    budget = plan(epsilon=2.2, delta=DELTA, n=len(x), batch_size=_batch(len(x)), **length)
     make = functools.partial(tutorial_cnn, *size)
     rate = 0.5
     methods: dict[str, Method] = {
@@ -302,10 +307,11 @@ def paper_protocol(
     x, y = (part.to(settings.device) for part in dataset)
     x_test, y_test = test
     model = make().to(settings.device)
-    problem = Problem(model, Categorical(), Flat(), len(x), 1024, steps, True, 256)
+    batch_size = _batch(len(x))
+    problem = Problem(model, Categorical(), Flat(), len(x), batch_size, steps, True, 256)
     attached = problem.attach()
     observer = BayesianAccountant(steps, orders=(2, 4, 8, 16, 32))
-    sampler = open_plan(n=len(x), batch_size=1024, steps=steps).sampler
+    sampler = open_plan(n=len(x), batch_size=batch_size, steps=steps).sampler
     parameters = dict(model.named_parameters())
     few = 8
     for batch in sampler.batches(steps):
@@ -318,7 +324,7 @@ def paper_protocol(
         mean = {name: (value + sums[1][name]) / size for name, value in sums[0].items()}
         norm = math.sqrt(sum(float(v.square().sum()) for v in mean.values()))
         factor = min(1.0, 1.0 / norm)
-        observer.add(between * factor / (size - 1), noise_std=0.1, rate=1024 / len(x))
+        observer.add(between * factor / (size - 1), noise_std=0.1, rate=batch_size / len(x))
         with torch.no_grad():
             for name, value in mean.items():
                 noisy = factor * value + 0.1 * torch.randn_like(value)
@@ -326,7 +332,7 @@ def paper_protocol(
                 parameters[name].sub_(torch.where(tenth, 0.02 * noisy, 0.0))
     estimate = observer.raw_estimate(DELTA_MU, failure=steps * 5 * 1e-16)
     order = f"{estimate.order}{' (cap)' if estimate.at_cap else ''}"
-    bound = moments_epsilon(1 / 0.1, 1024 / len(x), steps, DELTA)
+    bound = moments_epsilon(1 / 0.1, batch_size / len(x), steps, DELTA)
     with torch.no_grad():
         guesses = torch.cat(
             [model(part.to(settings.device)).argmax(1) for part in x_test.split(500)]
