@@ -1068,7 +1068,7 @@ def statistics_take_the_true_number(patch: Patch) -> None:
 
 def positioned_writes_are_taken_for_granted(patch: Patch) -> None:
     patch.setattr(
-        iterate_file, "_put", lambda file, data, offset: os.pwrite(file.fileno(), data, offset)
+        iterate_file, "put", lambda file, data, offset: os.pwrite(file.fileno(), data, offset)
     )
 
 
@@ -1382,7 +1382,7 @@ def all_steps_draw_from_one_generator(patch: Patch) -> None:
     patch.setattr(training._Run, "_drawing", lambda self: contextlib.nullcontext())
 
 
-def _one_after_the_other(g, a, exact=False):
+def _one_after_the_other(g, a, exact=False, into=None):
     """Return g^T a in float32, row by row, in blocks of 512."""
     total = torch.zeros(g.shape[1], a.shape[1], dtype=torch.float64)
     for one, two in zip(torch.split(g.float(), 512), torch.split(a.float(), 512), strict=True):
@@ -1398,7 +1398,7 @@ def terms_are_added_in_float32(patch: Patch) -> None:
         np.add.at(total, self.indices.flatten().numpy(), g)
         return {self.name: torch.from_numpy(total)}
 
-    def product(self, w, bad, exact):
+    def product(self, w, bad, exact, into=None):
         a, g = self.factors(slice(None))
         g = g * w[:, None, None]
         whole = np.add.accumulate((g.flatten() * a.flatten()).numpy())[-1]

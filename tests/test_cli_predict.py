@@ -137,7 +137,7 @@ def test_evaluate_by_group_with_a_positive_class(fitted, capsys):
         ("--group", "nothing", "--group nothing: no column of the table"),
         ("--group", "patient", "200 different values, at most 100"),
         ("--positive", "maybe", "--positive maybe: needs yes or no"),
-        ("--threshold", 0, "threshold=0"),
+        ("--threshold", 0, "--threshold 0: must lie between 0 and 1"),
     ],
 )
 def test_bad_options_of_evaluate_are_named(fitted, capsys, option, value, words):

@@ -123,7 +123,8 @@ def weighted_factors(a: Tensor, g: Tensor, w: Tensor, bad: Bad) -> tuple[Tensor,
     if a.numel() < g.numel():
         other, scaled = weighted_factors(g, a, w, bad)
         return scaled, other
-    if bad is not None and (both := scaled_rows(g, a, w)) is not None:
+    both = scaled_rows(g, a, w)  # asked whether any example is bad or not: calls tell nothing
+    if bad is not None and both is not None:
         return both[1], both[0]
     scaled = finite(g * w.to(g).view(-1, *[1] * (g.dim() - 1)), bad)
     return a if bad is None else torch.nan_to_num(a, 0.0, 0.0, 0.0), scaled

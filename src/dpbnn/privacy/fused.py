@@ -83,7 +83,7 @@ def total_of(parts: Tensor, factor: float) -> tuple[Tensor, Tensor | None]:
 
 def row_weights(weights: Tensor, bad: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return weights in the dtype, 0 for the bad examples."""
-    kernels = None if bad is None else _fused(weights, bad)
+    kernels = _fused(weights, weights if bad is None else bad)
     if kernels is None or bad is None:
         weights = weights.to(dtype)
         return weights if bad is None else weights.masked_fill(bad, 0.0)
