@@ -8,8 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from scipy import stats
+from torch import nn
 
-from dpbnn.privacy import chacha
+import dpbnn
+from dpbnn.contributions import rounding, tiles
+from dpbnn.privacy import chacha, fused
 from dpbnn.privacy.grid import spacing
 from dpbnn.privacy.noise import NoiseSource
 
@@ -87,6 +90,27 @@ def test_noise_is_not_drawn_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="every replay would add the same"):
         chacha.add_noise(SimpleNamespace(is_cuda=True), 1.0, torch.float32, KEY)
+
+
+def test_a_tensor_of_the_cpu_is_never_given_to_a_kernel(monkeypatch):
+    """A kernel would take its address for one of a GPU."""
+
+    def refuse():
+        raise AssertionError("a kernel was asked for")
+
+    for module in (chacha, fused, rounding, tiles):
+        monkeypatch.setattr(module, "triton_kernels", refuse)
+    layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+    blocks = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    attached = dpbnn.attach(nn.Sequential(blocks, nn.Flatten(), nn.Linear(30, 3)), "categorical")
+    x = torch.rand(4, 5, 6)
+    x[1] = torch.nan
+    for low in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            c = attached(x, torch.arange(4) % 3)
+            sums = c.weighted_sum(fused.clip_factors(c.norms(), 0.1))
+        NoiseSource().add(sums, 1.0)
+        chacha.add_noise(torch.zeros(5), 1.0, torch.float32, KEY)
 
 
 @gpu
