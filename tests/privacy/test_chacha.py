@@ -17,7 +17,7 @@ from dpbnn.privacy.grid import spacing
 from dpbnn.privacy.noise import NoiseSource
 
 CPU = torch.device("cpu")
-KEY = bytes(range(32))
+KEY, F32 = bytes(range(32)), torch.float32
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -46,6 +46,9 @@ def test_a_part_of_the_stream_can_be_drawn_by_itself():
     assert not torch.equal(whole, chacha.normals(bytes(32), 0, 10 * chacha.TILE, CPU))
     with pytest.raises(ValueError, match="positions"):
         chacha.words(KEY, 2**32 - 4, 4, CPU)
+    for kernel in (False, True):
+        with pytest.raises(ValueError, match="positions"):
+            chacha.add_noise(torch.empty(2**35, device="meta"), 1.0, F32, KEY, kernel=kernel)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -81,6 +84,7 @@ def test_views_of_one_buffer_are_known_as_such():
     assert chacha.shared_flat(tensors[::-1]) is None
     assert chacha.shared_flat([*tensors, torch.zeros(3)]) is None
     assert chacha.shared_flat([torch.zeros(3)]) is None  # no room for a whole tile
+    assert chacha.shared_flat([torch.zeros(5000)[:1000]]) is None  # others have the rest of it
     assert chacha.shared_flat([flat[: chacha.TILE].view(32, 32).T]) is None
     assert all(view.data_ptr() % 16 == 0 for view in tensors)
 
