@@ -1697,6 +1697,42 @@ def large_batches_lose_their_rest(patch: Patch) -> None:
     patch.setattr(CapturedStep, "load", first_part_alone)
 
 
+def padding_keeps_earlier_records(patch: Patch) -> None:
+    """A part of a batch is written over the one before, whose last records stay behind it."""
+    following = CapturedStep._next
+
+    def written_over(self):
+        before = self._block.clone()
+        following(self)
+        if self._row == 0:
+            self._block.copy_(torch.where(self._block < 0, before, self._block))
+
+    patch.setattr(CapturedStep, "_next", written_over)
+
+
+def sums_of_parts_go_on_with_the_next_batch(patch: Patch) -> None:
+    def never_begun(original, self, key, sum_of, index):
+        original(self, key, sum_of, index + 1 if self._totals else index)
+
+    around(patch, CapturedStep, "_more", never_begun)
+
+
+def a_mask_stays_for_later_batches(patch: Patch) -> None:
+    def stays(original, self, key, keep, sum_of):
+        self.masked = keep if keep is not None else getattr(self, "masked", None)
+        fits = self.masked is not None and len(self.masked) == self.batch_size
+        return original(self, key, self.masked if fits else None, sum_of)
+
+    around(patch, CapturedStep, "summed", stays)
+
+
+def graphs_are_replayed_for_any_clip(patch: Patch) -> None:
+    def replayed(original, self, key, keep, sum_of):
+        return original(self, "any", keep, sum_of)
+
+    around(patch, CapturedStep, "summed", replayed)
+
+
 # 63: ranks that own rows
 
 

@@ -1,6 +1,6 @@
-"""Steps that are captured in CUDA graphs: padded batches, what is refused, replays on a GPU.
+"""Steps that are captured in CUDA graphs: padded batches, what is refused, replays.
 
-The tests without a GPU run the captured step's own code operation by operation.
+Without a GPU graphs are those of `fake_graphs.py`, which replay Python.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import broken_versions as broken
 import numpy as np
 import pytest
 import torch
+from fake_graphs import install
 from torch import nn
 from twins import fails_on, twins_of
 
@@ -22,12 +23,15 @@ from dpbnn.captured import CapturedStep, Replays, capacity, own_code
 from dpbnn.contributions import UnsupportedModel
 from dpbnn.likelihoods import Categorical
 from dpbnn.methods.method import Problem
+from dpbnn.methods.sgd import SGDProcess
+from dpbnn.networks import layers
 from dpbnn.privacy import noise
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.sampling import FixedSize, Partition, Poisson
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 N = 300
 generator = torch.Generator().manual_seed(0)
 X = torch.rand(N, 6, generator=generator)
@@ -191,10 +195,10 @@ def test_numbers_drawn_on_the_cpu_are_noticed(draw):
     assert captured._host_generators() != before
 
 
-# On a GPU
+# Replays
 
 
-def fitted(method, make=network, *, steps=12, capture=True, watch=None, **options):
+def fitted(method, make=network, *, device="cuda", steps=12, capture=True, watch=None, **options):
     """Return the parameters after a run, and the run."""
     runs, train, once = [], training._Run.train, training._Run._captured
 
@@ -207,11 +211,13 @@ def fitted(method, make=network, *, steps=12, capture=True, watch=None, **option
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training._Run, "train", noted)
         patch.setattr(training, "own_code", lambda *_: None)  # the networks here write to nothing
+        if device == "cpu":
+            install(patch)
         if not capture:
             patch.setattr(training._Run, "_captured", lambda run: None)
         if watch is not None:
             watch(patch)
-        dpbnn.fit(make, (X, Y), method=method, plan=plan, device="cuda", progress=False, **options)
+        dpbnn.fit(make, (X, Y), method=method, plan=plan, device=device, progress=False, **options)
     assert once is training._Run._captured
     return {n: p.detach().clone() for n, p in runs[0].state.parameters.items()}, runs[0]
 
@@ -251,17 +257,18 @@ METHODS = {
 }
 
 
-@gpu
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("limit", [None, 16])
 @pytest.mark.parametrize("name", METHODS)
-def test_a_captured_run_ends_where_an_ordinary_one_does(name, limit):
+def test_a_captured_run_ends_where_an_ordinary_one_does(name, limit, device):
     """With a limit all batches are summed in several parts, by one graph more."""
     method, make, graphs = METHODS[name]
     graphs += limit is not None
     torch.backends.cudnn.conv.fp32_precision, before = "ieee", "tf32"
     try:
-        found, run = fitted(method, make, microbatch_size=limit)
-        wanted, _ = fitted(method, make, capture=False, microbatch_size=limit)
+        options = {"microbatch_size": limit, "device": device}
+        found, run = fitted(method, make, **options)
+        wanted, _ = fitted(method, make, capture=False, **options)
     finally:
         torch.backends.cudnn.conv.fp32_precision = before
     assert run.captured.replays.count >= graphs
@@ -269,7 +276,7 @@ def test_a_captured_run_ends_where_an_ordinary_one_does(name, limit):
         torch.testing.assert_close(found[key], wanted[key], rtol=1e-4, atol=2e-6)
 
 
-def released(watch=None, steps=30):
+def released(device, watch=None, steps=30):
     """Return what every step of a captured run adds to its sums."""
     found, noised = [], Gate._noised
 
@@ -285,7 +292,7 @@ def released(watch=None, steps=30):
             watch(patch)
 
     make = lambda: dpbnn.mlp(6, (60, 60), 3)  # noqa: E731
-    _, run = fitted(dpbnn.SGD(), make, steps=steps, watch=both, debug_seed=None)
+    _, run = fitted(dpbnn.SGD(), make, device=device, steps=steps, watch=both, debug_seed=None)
     assert run.captured.replays.count >= 2
     return torch.stack(found).double().cpu()
 
@@ -296,9 +303,9 @@ def repeats(found):
     return bool(correlations.max() > 8 / found.shape[1] ** 0.5)
 
 
-@gpu
-def test_no_two_replays_share_their_noise():
-    found = released()
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_two_replays_share_their_noise(device):
+    found = released(device)
     assert abs(float(found.std()) / 1.3 - 1) < 0.02
     assert not repeats(found)
 
@@ -311,14 +318,14 @@ def test_noise_of_a_key_that_never_changes_would_be_seen():
             noise, "add_noise", lambda flat, std, dtype, key: original(flat, std, dtype, bytes(32))
         )
 
-    assert repeats(released(baked))
+    assert repeats(released("cuda", baked))
 
 
-@gpu
-def test_dropout_masks_differ_from_step_to_step_and_resume_as_they_were(tmp_path):
+@pytest.mark.parametrize("device", DEVICES)
+def test_dropout_masks_differ_from_step_to_step_and_resume_as_they_were(tmp_path, device):
     make = lambda: network(dropout=0.5)  # noqa: E731
-    method = dpbnn.MCDropout(learning_rate=0.5)
-    whole, run = fitted(method, make, steps=24, out=tmp_path / "whole", checkpoint_every=10)
+    method, given = dpbnn.MCDropout(learning_rate=0.5), {"steps": 24, "device": device}
+    whole, run = fitted(method, make, out=tmp_path / "whole", checkpoint_every=10, **given)
     assert run.captured.replays.count >= 2
 
     def stops(patch):
@@ -341,28 +348,40 @@ def test_dropout_masks_differ_from_step_to_step_and_resume_as_they_were(tmp_path
 
         patch.setattr(training._Run, "_replayed", interrupted)
 
-    for error, watch in [(MemoryError, stops), (KeyboardInterrupt, interrupts)]:
+    def breaks(patch):
+        once = Gate._noised
+
+        def broken(gate, *arguments):
+            if gate.step == 18:
+                raise OSError  # between the sum and its noise
+            return once(gate, *arguments)
+
+        patch.setattr(Gate, "_noised", broken)
+
+    for error, watch in [(MemoryError, stops), (OSError, breaks), (KeyboardInterrupt, interrupts)]:
         out = tmp_path / error.__name__
         with pytest.raises(error):
-            fitted(method, make, steps=24, out=out, checkpoint_every=10, watch=watch)
-        again, _ = fitted(method, make, steps=24, out=out, resume=True)
+            fitted(method, make, out=out, checkpoint_every=10, watch=watch, **given)
+        again, _ = fitted(method, make, out=out, resume=True, **given)
         for key in whole:
             torch.testing.assert_close(again[key], whole[key], rtol=1e-4, atol=1e-6)
 
 
-@gpu
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["sgd", "sgld", "bbp", "encoder"])
-def test_neighbours_are_as_far_apart_as_the_sensitivity_through_captured_steps(name):
+def test_neighbours_are_as_far_apart_as_the_sensitivity_through_captured_steps(name, device):
     method, make, _ = METHODS[name]
     plan = dpbnn.plan(noise_multiplier=1.3, delta=1e-5, n=N, batch_size=150, steps=8)
     counts, once = [], CapturedStep.check
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "own_code", lambda *_: None)
+        if device == "cpu":
+            install(patch)
         patch.setattr(
             CapturedStep, "check", lambda step: (counts.append(step.replays.count), once(step))
         )
-        found = dpbnn.replay(method, (X, Y), 7, model=lambda: make().cuda(), plan=plan)
+        found = dpbnn.replay(method, (X, Y), 7, model=lambda: make().to(device), plan=plan)
     assert max(counts) >= 1
     assert found.passed, found
     assert max(found.distances) > 0
@@ -459,6 +478,64 @@ def test_networks_with_code_of_their_own_are_not_captured():
     assert own_code(plain, Theirs()) == "Theirs"
     plain[0].forward = lambda x: x
     assert own_code(plain, Categorical()) == "Linear"
+
+
+def test_layers_that_call_a_function_of_a_user_are_not_captured(monkeypatch):
+    """It sees the records as a forward does: an activation, or the rule of a layer."""
+    for activation, found in [("gelu", None), (nn.functional.silu, None), (nn.Tanh(), None),
+                              (lambda x: x.relu(), "TransformerEncoderLayer")]:  # fmt: skip
+        layer = nn.TransformerEncoderLayer(8, 2, 16, activation=activation)
+        assert own_code(nn.Sequential(layer), Categorical()) == found
+    known = [layer.rule for kind, layer in layers._LAYERS.items() if captured._library(kind)]
+    assert all(captured._library(rule) for rule in known if rule is not None)
+    rule = lambda layer, record: lambda x: x  # noqa: E731
+    monkeypatch.setitem(layers._LAYERS, nn.Linear, layers.Layer(nn.Linear, rule))
+    assert own_code(network(), Categorical()) == "<lambda>"
+
+
+class Kept(SGDProcess):
+    """Averages the releases that it has kept, with a step size that it counts on the host."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.kept = []
+
+    def gradient(self, state, release):
+        self.kept = [*self.kept, release][-3:]
+        count = (1 + state.steps) * len(self.kept)
+        return {n: sum(own[n] for own in self.kept) / count for n in state.parameters}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Keeps(dpbnn.SGD):
+    def start(self, problem):
+        return Kept(self, problem, problem.attach())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_method_of_a_user_may_keep_releases_and_count_steps(device):
+    """Replayed sums are written over one another, and what Python counts is not replayed."""
+    method = Keeps(learning_rate=0.1)
+    found, run = fitted(method, device=device)
+    wanted, _ = fitted(method, device=device, capture=False)
+    assert run.captured.replays.count >= 1
+    for key in wanted:
+        torch.testing.assert_close(found[key], wanted[key], rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_an_optimizer_calls_is_called_in_every_step(device):
+    called = []
+
+    def optimizer(parameters, lr):
+        made = torch.optim.SGD(parameters, lr=lr)
+        made.register_step_post_hook(lambda *_: called.append(1))
+        return made
+
+    method = dpbnn.SGD(optimizer=optimizer)
+    _, run = fitted(method, device=device, watch=lambda _: called.clear())
+    assert len(called) >= 12
+    assert {key[0][0] for key in run.captured.replays._graphs} <= {"sums", "more"}
 
 
 @pytest.mark.parametrize("twin", twins_of(__name__), ids=str)

@@ -85,7 +85,7 @@ BELOW = {
     },
     "shard_files": {"networks", "privacy"},
     "fit_arguments": {"methods", "priors", "privacy"},
-    "captured": {"contributions", "messages", "methods", "privacy", "resume"},
+    "captured": {"contributions", "messages", "methods", "networks", "privacy", "resume"},
     "open_training": {"contributions", "messages", "methods", "resume"},
     "training": {
         "captured",

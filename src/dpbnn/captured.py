@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -33,9 +34,10 @@ from dpbnn.contributions.recorded import NetworkContributions
 from dpbnn.messages import unquoted
 from dpbnn.methods.method import Process
 from dpbnn.methods.state import State
+from dpbnn.networks.layers import rules_in
 from dpbnn.privacy.chacha import flat_views, on_device, shared_flat, triton_kernels
 from dpbnn.privacy.contracts import Replayed
-from dpbnn.privacy.module_state import Change
+from dpbnn.privacy.module_state import Change, origin
 from dpbnn.privacy.sampling import Sampler
 from dpbnn.resume import FAILED
 
@@ -359,12 +361,24 @@ def own_code(model: nn.Module, likelihood: object) -> str | None:
     for part in (likelihood, getattr(likelihood, "of", likelihood)):
         if not type(part).__module__.startswith("dpbnn."):
             return type(part).__name__
+    for rule in rules_in(model):
+        if not _library(rule):
+            return getattr(rule, "__name__", type(rule).__name__)
     for module in model.modules():
         theirs = type(module).__module__.startswith("torch.nn.modules.")
         ours = type(module).__module__.startswith("dpbnn.")
         if not (theirs or ours) or (theirs and module._buffers) or "forward" in vars(module):
             return type(module).__name__
+        if not all(_library(part) for part in vars(module).values() if callable(part)):
+            return type(module).__name__  # an activation, say
     return None
+
+
+def _library(function: Any) -> bool:
+    """Return whether a function is one of torch or of this library."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return origin(function).startswith(("torch.", "dpbnn.", "builtins"))
 
 
 def capacity(sampler: Sampler, size: int) -> int:

@@ -8,13 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from scipy import stats
+from torch import nn
 
-from dpbnn.privacy import chacha
+import dpbnn
+from dpbnn.contributions import rounding, tiles
+from dpbnn.privacy import chacha, fused
 from dpbnn.privacy.grid import spacing
 from dpbnn.privacy.noise import NoiseSource
 
 CPU = torch.device("cpu")
-KEY = bytes(range(32))
+KEY, F32 = bytes(range(32)), torch.float32
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -43,6 +46,9 @@ def test_a_part_of_the_stream_can_be_drawn_by_itself():
     assert not torch.equal(whole, chacha.normals(bytes(32), 0, 10 * chacha.TILE, CPU))
     with pytest.raises(ValueError, match="positions"):
         chacha.words(KEY, 2**32 - 4, 4, CPU)
+    for kernel in (False, True):
+        with pytest.raises(ValueError, match="positions"):
+            chacha.add_noise(torch.empty(2**35, device="meta"), 1.0, F32, KEY, kernel=kernel)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -78,6 +84,7 @@ def test_views_of_one_buffer_are_known_as_such():
     assert chacha.shared_flat(tensors[::-1]) is None
     assert chacha.shared_flat([*tensors, torch.zeros(3)]) is None
     assert chacha.shared_flat([torch.zeros(3)]) is None  # no room for a whole tile
+    assert chacha.shared_flat([torch.zeros(5000)[:1000]]) is None  # others have the rest of it
     assert chacha.shared_flat([flat[: chacha.TILE].view(32, 32).T]) is None
     assert all(view.data_ptr() % 16 == 0 for view in tensors)
 
@@ -87,6 +94,27 @@ def test_noise_is_not_drawn_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="every replay would add the same"):
         chacha.add_noise(SimpleNamespace(is_cuda=True), 1.0, torch.float32, KEY)
+
+
+def test_a_tensor_of_the_cpu_is_never_given_to_a_kernel(monkeypatch):
+    """A kernel would take its address for one of a GPU."""
+
+    def refuse():
+        raise AssertionError("a kernel was asked for")
+
+    for module in (chacha, fused, rounding, tiles):
+        monkeypatch.setattr(module, "triton_kernels", refuse)
+    layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+    blocks = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    attached = dpbnn.attach(nn.Sequential(blocks, nn.Flatten(), nn.Linear(30, 3)), "categorical")
+    x = torch.rand(4, 5, 6)
+    x[1] = torch.nan
+    for low in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            c = attached(x, torch.arange(4) % 3)
+            sums = c.weighted_sum(fused.clip_factors(c.norms(), 0.1))
+        NoiseSource().add(sums, 1.0)
+        chacha.add_noise(torch.zeros(5), 1.0, torch.float32, KEY)
 
 
 @gpu

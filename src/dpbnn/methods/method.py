@@ -395,6 +395,9 @@ class DescentProcess(Process[DescentState]):
             groups = [{**group, "params": 0} for group in state.optimizer.param_groups]
             key = tuple(value for group in groups for value in group.values())
             plain = all(isinstance(value, (int, float, type(None))) for value in key)
+            optimizer: Any = state.optimizer
+            hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+            plain = plain and not any(hooks)  # Python that a replay would leave out
             (self.replays if plain else _now)(key, descend, (release, state.drawn))
         else:
             descend()

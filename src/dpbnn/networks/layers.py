@@ -22,6 +22,7 @@ __all__ = [
     "attributes",
     "is_whole",
     "multiplied",
+    "normalized",
     "register",
     "registered",
     "rule_of",
@@ -58,6 +59,12 @@ def multiplied(x: Tensor) -> Tensor:
     kind = x.device.type
     low = torch.is_autocast_enabled(kind) and x.dtype is torch.float32
     return x.to(torch.get_autocast_dtype(kind)) if low else x
+
+
+def normalized(x: Tensor) -> Tensor:
+    """Return x as autocast normalises it on a GPU, in float32, so that it is held once."""
+    low = x.dtype in (torch.bfloat16, torch.float16)
+    return x.float() if low and x.is_cuda and torch.is_autocast_enabled("cuda") else x
 
 
 def attributes(*names: str) -> Callable[[nn.Module], dict[str, Any]]:

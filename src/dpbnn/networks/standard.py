@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpbnn.networks.gaussian import GaussianConv2d, GaussianLinear
-from dpbnn.networks.layers import Forward, attributes, multiplied, register
+from dpbnn.networks.layers import Forward, attributes, multiplied, normalized, register
 from dpbnn.networks.pooling import pooling
 
 KNOTS = (-1.0, 0.0, 1.0)  # of `Steps`
@@ -98,6 +98,7 @@ def _trailing_norm(normal: Callable[..., Tensor], layer: Any, record: Any) -> Fo
 
     def forward(input: Tensor) -> Tensor:
         eps = torch.finfo(input.dtype).eps if layer.eps is None else layer.eps
+        input = normalized(input) if normal is F.layer_norm else input
 
         def by_weight(x: Tensor, g: Tensor) -> Tensor:
             return normal(x, layer.normalized_shape, eps=eps).mul_(g)

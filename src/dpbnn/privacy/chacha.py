@@ -51,7 +51,7 @@ def flat_views(
 
 
 def shared_flat(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return the buffer that the tensors are the `flat_views` of, in this order; None if none."""
+    """Return the buffer that the tensors are the last `flat_views` of, in order; None if none."""
     first, length = tensors[0].detach(), 0
     for tensor in tensors:
         own = first.data_ptr() + length * first.element_size()
@@ -60,7 +60,7 @@ def shared_flat(tensors: Sequence[Tensor]) -> Tensor | None:
         length += -(-tensor.numel() // TILE) * TILE
     start = first.storage_offset()
     room = first.untyped_storage().nbytes() // first.element_size()
-    return first.as_strided((length,), (1,), start) if start + length <= room else None
+    return first.as_strided((length,), (1,), start) if start + length == room else None
 
 
 def add_noise(
@@ -80,6 +80,7 @@ def add_noise(
             "noise cannot be part of a CUDA graph: every replay would add the same; release "
             "between the graphs"
         )
+    _check_length(-(-flat.numel() // TILE) * _LANES)
     g = spacing(std, dtype)
     if (flat.is_cuda and triton_kernels() is not None) if kernel is None else kernel:
         words = struct.unpack("<8i", key)
@@ -115,8 +116,7 @@ def words(key: bytes, first: int, count: int, device: torch.device, nonce: bytes
         device: where to compute.
         nonce: 12 bytes; 0 by default.
     """
-    if first + count > _MASK:
-        raise ValueError(f"position {8 * (first + count)}: a stream has fewer than 2^35 positions")
+    _check_length(first + count)
     fixed = [*_CONSTANTS, *struct.unpack("<8I", key), 0, *struct.unpack("<3I", nonce or bytes(12))]
     begin = torch.tensor(fixed, dtype=torch.int64, device=device)[:, None].repeat(1, count)
     begin[12] = torch.arange(first, first + count, device=device)
@@ -127,6 +127,12 @@ def words(key: bytes, first: int, count: int, device: torch.device, nonce: bytes
         rows = _quarters(*rows)
         rows = [row.roll(shift, 0) for shift, row in enumerate(rows)]
     return torch.cat(rows).add_(begin).bitwise_and_(_MASK)
+
+
+def _check_length(counters: int) -> None:
+    """Raise where counters would begin anew, and noise with them."""
+    if counters > _MASK:
+        raise ValueError(f"position {8 * counters}: a stream has fewer than 2^35 positions")
 
 
 def _quarters(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> list[Tensor]:
