@@ -23,7 +23,7 @@ from dpbnn.contributions.dense import UnsupportedModel
 from dpbnn.contributions.outer import ConvFactors, LinearFactors, Outer
 from dpbnn.contributions.rounding import row_squares, squares, sum_error
 from dpbnn.contributions.sites import Direct, Rows, Site, bound
-from dpbnn.privacy.units import BLOCKS, Groups, Padded
+from dpbnn.privacy.units import BLOCK, Groups, Padded
 
 __all__ = ["unit_squares"]
 
@@ -129,25 +129,28 @@ def _cross_terms(layers: Sequence[_Layer], groups: Groups, reach: Tensor) -> Ten
     value = torch.zeros(groups.count + 1, dtype=torch.float64, device=reach.device)
     if not layers:
         return value[:-1]
-    for packed in groups.packed:
-        products = []
+    if (packed := groups.packed) is not None:
+        total: list[Tensor] = []
         for layer in layers:
             ends = [packed.gram(term.a) for term in layer.inputs]
-            for other in ends[1:]:
-                ends[0] += other
-            products.append(packed.gram(layer.inputs[0].g).mul_(ends[0].add_(layer.biases)))
-        for product in products[1:]:
-            products[0] += product
-        own = products[0].masked_fill_(packed.apart, 0.0).sum(2)
-        value.index_add_(0, packed.units, own.flatten().double())
+            for part, own in enumerate(packed.gram(layer.inputs[0].g)):
+                for other in ends[1:]:
+                    ends[0][part] += other[part]
+                own.mul_(ends[0][part].add_(layer.biases))
+                if layer is layers[0]:
+                    total.append(own)
+                else:
+                    total[part] += own
+        value.index_add_(0, packed.units, packed.sums(total).double())
     inputs = [term for layer in layers for term in layer.inputs]
     count = sum(len(layer.sites) for layer in layers)
-    widths = [max(t.columns for t in inputs), max(t.rows for t in inputs), count, BLOCKS[-1], 2]
+    widths = [max(t.columns for t in inputs), max(t.rows for t in inputs), count, BLOCK, 2]
     gamma = sum(sum_error(width + 1, torch.float32) for width in widths)
     tiny = sum(widths) * torch.finfo(torch.float32).tiny
     lengths = torch.stack([part for t in inputs for part in (t.a_squares, t.g_squares)]).sum(0)
-    lost = groups.sums(lengths.add_(4 * count)).mul_(groups.sizes).mul_(tiny)
-    return value[:-1].clamp_(min=0).add_(reach.square().mul_(gamma)).add_(lost)
+    lost = groups.sums(lengths.add_(4 * count))
+    value = value[:-1].clamp_(min=0).addcmul_(reach, reach, value=gamma)
+    return value.addcmul_(lost, groups.sizes, value=tiny)
 
 
 def _as_examples(site: Site, same: Padded) -> Site:

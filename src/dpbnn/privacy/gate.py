@@ -370,7 +370,7 @@ class Gate:
         for group, own in self._groups(chunk.shapes).items():
             norms = row_norms(chunk, own) if units is None else unit_norms(chunk, units, own)
             w = clip_factors(norms, self._precision.share * self.clips[group])
-            w = w if units is None else w[units.of]
+            w = w if units is None else w.index_select(0, units.of)
             weights.update(dict.fromkeys(own, w))
         return w if len(self.clips) == 1 else weights
 

@@ -23,13 +23,15 @@ if TYPE_CHECKING:
     from dpbnn.privacy.sampling import Sampler
 
 __all__ = [
-    "BLOCKS", "Groups", "Packed", "Padded", "by_unit", "check_units", "clipped_norms", "row_norms",
+    "BLOCK", "Groups", "Packed", "Padded", "by_unit", "check_units", "clipped_norms", "row_norms",
     "unit_norms",
 ]  # fmt: skip
 
-BLOCKS = (8, 32)
-"""Rows whose inner products are all taken at once: each unit is in blocks of the first size that
-holds it. With 32 alone, a step of a perceptron takes 4 % more."""
+BLOCK = 32
+"""Rows whose inner products are all taken at once."""
+SMALL = 8
+"""The same for units that have no more rows: 4 % of a step of a perceptron with 784 inputs."""
+_POWERS = 1 << np.arange(62)
 
 
 def by_unit(plan: Plan, unit: str) -> Plan:
@@ -64,25 +66,36 @@ class Padded(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Units of several rows, some of them in each block of rows.
+    """Units of several rows, some of them in each block of `BLOCK` or `SMALL` rows.
 
     Attributes:
-        rows: positions of the blocks' rows in the batch, flat; any row where a block is not full.
-            None where the blocks are the rows of the batch as they stand.
-        units: the unit of every row, and the number of units where there is none; flat.
-        apart: true where two rows of a block are not of one unit, or where one of them contributes
-            nothing; [blocks, size, size].
+        rows: positions of the blocks' rows in the batch; any row where a block is not full. None
+            where the blocks are the rows of the batch as they stand.
+        units: the unit of every row in a block; the number of units where there is none, or where
+            it contributes nothing.
+        apart: true for pairs of rows in a block that are not of one unit, [blocks, size, size] for
+            every size that there is.
     """
 
     rows: Tensor | None
     units: Tensor
-    apart: Tensor
+    apart: tuple[Tensor, ...]
 
-    def gram(self, t: Tensor) -> Tensor:
-        """Return the inner products of the rows [batch, numbers] of every block."""
+    def gram(self, t: Tensor) -> list[Tensor]:
+        """Return <t_i, t_j> of all pairs of rows in a block, shaped like `apart`."""
         rows = t if self.rows is None else t.index_select(0, self.rows)
-        blocks = rows.view(*self.apart.shape[:2], t.shape[1])
-        return torch.bmm(blocks, blocks.mT)
+        found, start = [], 0
+        for apart in self.apart:
+            count, size, _ = apart.shape
+            block = rows[start : start + count * size].view(count, size, t.shape[1])
+            found.append(torch.bmm(block, block.mT))
+            start += count * size
+        return found
+
+    def sums(self, pairs: Sequence[Tensor]) -> Tensor:
+        """Return the sum over j of pairs (i, j) of one unit, for every row i in a block."""
+        both = zip(pairs, self.apart, strict=True)
+        return torch.cat([p.masked_fill_(apart, 0.0).sum(2).flatten() for p, apart in both])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +124,7 @@ class Groups:
             device: of the contributions.
         """
         starts = _starts(units)
-        of = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+        of = np.arange(len(starts) - 1).repeat(np.diff(starts))
         device = device or torch.device("cpu")
         return cls(
             torch.from_numpy(of).to(device), starts, None if used is None else used.to(device)
@@ -125,7 +138,12 @@ class Groups:
     @functools.cached_property
     def sizes(self) -> Tensor:
         """Number of rows of every unit, in float64, on the device."""
-        return torch.from_numpy(np.diff(self.starts)).to(self.of.device, torch.float64)
+        return torch.from_numpy(self._counts.astype(np.float64)).to(self.of.device)
+
+    @functools.cached_property
+    def _counts(self) -> np.ndarray:
+        counts: np.ndarray = self.starts[1:] - self.starts[:-1]
+        return counts
 
     def without(self, bad: Tensor | None) -> Groups:
         """Return the groups without some rows, which contribute nothing."""
@@ -157,17 +175,21 @@ class Groups:
 
     @functools.cached_property
     def large(self) -> list[Padded]:
-        """Units that no block holds, by their number of rows."""
-        return self._padded(BLOCKS[-1])
+        """Units of more than `BLOCK` rows, by their number."""
+        return self._padded(BLOCK)
 
     @functools.cached_property
     def _widths(self) -> np.ndarray:
         """For every unit, the least power of 2 that holds its rows, whatever others have."""
-        return 1 << np.ceil(np.log2(np.maximum(np.diff(self.starts), 1))).astype(np.int64)
+        widths: np.ndarray = _POWERS[_POWERS.searchsorted(self._counts)]
+        return widths
 
     def _padded(self, above: int) -> list[Padded]:
-        found, device = [], self.of.device
-        for width in np.unique(self._widths[self._widths > above]):
+        found: list[Padded] = []
+        if self._widths.max(initial=0) <= above:
+            return found
+        device = self.of.device
+        for width in sorted({*self._widths[self._widths > above].tolist()}):
             units = np.flatnonzero(self._widths == width)
             first, stop = self.starts[units, None], self.starts[units + 1, None]
             places = first + np.arange(width)
@@ -179,36 +201,31 @@ class Groups:
         return found
 
     @functools.cached_property
-    def packed(self) -> list[Packed]:
-        """Units of several rows that a block holds, for each size of blocks that there is.
+    def packed(self) -> Packed | None:
+        """All units of 2 to `BLOCK` rows; None where there is none.
 
         Padded to powers of 2 and put in order of these, they fill up blocks.
         """
-        smaller = (1, *BLOCKS)
-        found = (self._packed(*sizes) for sizes in zip(smaller, BLOCKS, strict=False))
-        return [packed for packed in found if packed is not None]
-
-    def _packed(self, above: int, block: int) -> Packed | None:
-        own = np.flatnonzero((self._widths > above) & (self._widths <= block))
+        own = np.flatnonzero((self._widths > 1) & (self._widths <= BLOCK))
         if not len(own):
             return None
         own = own[np.argsort(-self._widths[own], kind="stable")]
-        widths, sizes = self._widths[own], np.diff(self.starts)[own]
-        ends = np.cumsum(widths)
-        total = -(-int(ends[-1]) // block) * block
-        of = np.repeat(np.arange(len(own)), sizes)
-        place = np.arange(len(of)) - (np.cumsum(sizes) - sizes)[of]  # of every row in its unit
-        slots = (ends - widths)[of] + place
+        starts, sizes, widths = self.starts[own], self._counts[own], self._widths[own]
+        ends, small = widths.cumsum(), widths <= SMALL
+        cut = -(-int(widths[~small].sum()) // BLOCK) * BLOCK  # where the small blocks begin
+        first = ends - widths + small * (cut - int(widths[~small].sum()))
+        total = cut + -(-int(widths[small].sum()) // SMALL) * SMALL
+        members = np.arange(sizes.sum()) + (starts - sizes.cumsum() + sizes).repeat(sizes)
+        slots = members + (first - starts).repeat(sizes)
         units, rows = np.full(total, self.count), np.zeros(total, dtype=np.int64)
-        units[slots], rows[slots] = own[of], self.starts[own][of] + place
-        device, whose = self.of.device, units.reshape(-1, block)
-        apart = torch.from_numpy(whose[:, :, None] != whose[:, None, :]).to(device)
-        at = torch.from_numpy(rows).to(device)
+        units[slots], rows[slots] = own.repeat(sizes), members
+        at, whose = (torch.from_numpy(t).to(self.of.device) for t in (rows, units))
         if self.used is not None:
-            gone = ~self.used[at].view(-1, block)
-            apart |= gone[:, :, None] | gone[:, None, :]
-        as_they_are = total == self.starts[-1] and (rows == np.arange(total)).all()
-        return Packed(None if as_they_are else at, torch.from_numpy(units).to(device), apart)
+            whose = whose.masked_fill(~self.used[at], self.count)
+        parts = (whose[:cut].view(-1, BLOCK), whose[cut:].view(-1, SMALL))
+        apart = tuple(p[:, :, None] != p[:, None, :] for p in parts if len(p))
+        as_they_are = len(members) == total == self.starts[-1] and np.array_equal(slots, members)
+        return Packed(None if as_they_are else at, whose, apart)
 
 
 def _starts(units: Tensor) -> np.ndarray:
@@ -219,7 +236,7 @@ def _starts(units: Tensor) -> np.ndarray:
             "units: must be one whole number per row, in rising order, so that the rows of a "
             "unit follow on one another"
         )
-    changes = np.flatnonzero(values[1:] != values[:-1]) + 1
+    changes = (values[1:] != values[:-1]).nonzero()[0] + 1
     return np.concatenate([[0] * bool(len(values)), changes, [len(values)]]).astype(np.int64)
 
 
