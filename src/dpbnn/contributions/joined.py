@@ -129,19 +129,18 @@ def _cross_terms(layers: Sequence[_Layer], groups: Groups, reach: Tensor) -> Ten
     value = torch.zeros(groups.count + 1, dtype=torch.float64, device=reach.device)
     if not layers:
         return value[:-1]
-    if (packed := groups.packed) is not None:
-        total: list[Tensor] = []
-        for layer in layers:
-            ends = [packed.gram(term.a) for term in layer.inputs]
-            for part, own in enumerate(packed.gram(layer.inputs[0].g)):
-                for other in ends[1:]:
-                    ends[0][part] += other[part]
-                own.mul_(ends[0][part].add_(layer.biases))
-                if layer is layers[0]:
-                    total.append(own)
-                else:
-                    total[part] += own
-        value.index_add_(0, packed.units, packed.sums(total).double())
+    packed, total = groups.packed, list[Tensor]()
+    for layer in layers:
+        ends = [packed.gram(term.a) for term in layer.inputs]
+        for part, own in enumerate(packed.gram(layer.inputs[0].g)):
+            for other in ends[1:]:
+                ends[0][part] += other[part]
+            own.mul_(ends[0][part].add_(layer.biases))
+            if layer is layers[0]:
+                total.append(own)
+            else:
+                total[part] += own
+    value.index_add_(0, packed.units, packed.sums(total).double())
     inputs = [term for layer in layers for term in layer.inputs]
     count = sum(len(layer.sites) for layer in layers)
     widths = [max(t.columns for t in inputs), max(t.rows for t in inputs), count, BLOCK, 2]

@@ -79,7 +79,7 @@ class Packed(NamedTuple):
 
     rows: Tensor | None
     units: Tensor
-    apart: tuple[Tensor, ...]
+    apart: list[Tensor]
 
     def gram(self, t: Tensor) -> list[Tensor]:
         """Return <t_i, t_j> of all pairs of rows in a block, shaped like `apart`."""
@@ -201,14 +201,12 @@ class Groups:
         return found
 
     @functools.cached_property
-    def packed(self) -> Packed | None:
-        """All units of 2 to `BLOCK` rows; None where there is none.
+    def packed(self) -> Packed:
+        """All units of 2 to `BLOCK` rows.
 
         Padded to powers of 2 and put in order of these, they fill up blocks.
         """
         own = np.flatnonzero((self._widths > 1) & (self._widths <= BLOCK))
-        if not len(own):
-            return None
         own = own[np.argsort(-self._widths[own], kind="stable")]
         starts, sizes, widths = self.starts[own], self._counts[own], self._widths[own]
         ends, small = widths.cumsum(), widths <= SMALL
@@ -222,8 +220,10 @@ class Groups:
         at, whose = (torch.from_numpy(t).to(self.of.device) for t in (rows, units))
         if self.used is not None:
             whose = whose.masked_fill(~self.used[at], self.count)
-        parts = (whose[:cut].view(-1, BLOCK), whose[cut:].view(-1, SMALL))
-        apart = tuple(p[:, :, None] != p[:, None, :] for p in parts if len(p))
+        parts = [whose[:cut].view(-1, BLOCK)] if cut else []
+        if total > cut or not cut:  # the same functions are called whoever is there
+            parts.append(whose[cut:].view(-1, SMALL))
+        apart = [part[:, :, None] != part[:, None, :] for part in parts]
         as_they_are = len(members) == total == self.starts[-1] and np.array_equal(slots, members)
         return Packed(None if as_they_are else at, whose, apart)
 
