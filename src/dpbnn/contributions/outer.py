@@ -380,9 +380,7 @@ class Outer(Site):
         parts: dict[str, list[Tensor]] = {name: [] for name in self.shapes}
         slack, kept = self.slack(), None
         if keep:
-            kept = torch.empty(
-                self.batch, self.shape.numel(), dtype=wide(first.g.dtype), device=first.g.device
-            )
+            kept = first.g.new_empty(self.batch, self.shape.numel(), dtype=wide(first.g.dtype))
         for rows in self.slices():
             weight = self._accumulate(rows, kept)
             for index, name in enumerate(self.names):
