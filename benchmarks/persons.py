@@ -3,9 +3,9 @@
     python -m benchmarks.persons [--rounds 60] [--models mlp,table,cnn,transformer]
 
 Both steps have the same records: forward, backward, norms, clipped sum, noise, and the update by
-torch.optim.SGD. Every round runs both, one after the other; the median over rounds of the ratio
-within a round is reported. "equal" has four records a person; "mixed" one and more, geometric with
-mean 4, at most 32.
+torch.optim.SGD. Every round runs both, one after the other. Reported is the median over rounds of
+the ratio within a round, of the time and of the processor time of all threads. "equal" has four
+records a person; "mixed" one and more, geometric with mean 4, at most 32.
 """
 
 from __future__ import annotations
@@ -83,25 +83,30 @@ def step(model: nn.Module, x: Tensor, y: Tensor, units: Tensor | None) -> Callab
     return run
 
 
-def ratio(name: str, kind: str, rounds: int) -> tuple[float, float]:
-    """Return the median time of a step by record in ms, and the median ratio of one by person."""
+def ratio(name: str, kind: str, rounds: int) -> tuple[float, float, float]:
+    """Return the time of a step by record in ms, and the ratios of one by person; medians.
+
+    The first ratio is of time, the second of processor time.
+    """
     make, shape = MODELS[name]
     torch.manual_seed(0)
     x, y = torch.randn(ROWS, *shape), torch.randint(0, 10, (ROWS,))
     steps = [step(make(), x, y, units) for units in (None, persons(kind))]
-    times: list[list[float]] = []
+    clocks = (time.perf_counter, time.process_time)
+    times: list[list[list[float]]] = []  # [round][clock][step]
     for number in range(rounds + 3):
-        found = [0.0, 0.0]
+        found = [[0.0, 0.0], [0.0, 0.0]]
         for which in (0, 1) if number % 2 else (1, 0):
-            begun = time.perf_counter()
+            begun = [clock() for clock in clocks]
             steps[which]()
-            found[which] = time.perf_counter() - begun
+            for own, clock, start in zip(found, clocks, begun, strict=True):
+                own[which] = clock() - start
         if number >= 3:
             times.append(found)
-    return (
-        1e3 * statistics.median(one for one, _ in times),
-        statistics.median(two / one for one, two in times),
+    wall, processor = (
+        statistics.median(found[c][1] / found[c][0] for found in times) for c in range(2)
     )
+    return 1e3 * statistics.median(found[0][0] for found in times), wall, processor
 
 
 def main() -> None:
@@ -112,8 +117,11 @@ def main() -> None:
     given = parser.parse_args()
     for name in given.models.split(","):
         for kind in ("equal", "mixed"):
-            record, by_person = ratio(name, kind, given.rounds)
-            print(f"{name:12s} {kind:6s} {record:8.2f} ms by record, x {by_person:.2f} by person")
+            record, wall, processor = ratio(name, kind, given.rounds)
+            print(
+                f"{name:12s} {kind:6s} {record:8.2f} ms by record, x {wall:.2f} by person "
+                f"(x {processor:.2f} of processor time)"
+            )
 
 
 if __name__ == "__main__":

@@ -1459,8 +1459,9 @@ def records_of_a_person_are_clipped_alone(patch: Patch) -> None:
 
 
 def cross_terms_are_left_out(patch: Patch) -> None:
-    def squares(self, groups):
-        return {name: groups.sums(own) for name, own in self.squared_norms().items()}
+    def squares(self, groups, names):
+        own = self.squared_norms()
+        return groups.sums(sum(own[name] for name in names))
 
     patch.setattr(NetworkContributions, "unit_squares", squares)
 

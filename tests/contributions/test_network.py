@@ -84,7 +84,7 @@ class TestCNNInChunks(TestCNN):
     def test_kept_gradients_stand_for_the_recorded_tensors(self):
         c, _ = self.make(4)
         c.norms()
-        kept = [site for site in c._sites if isinstance(site, Outer) and site._kept]
+        kept = [site for site in c._sites if isinstance(site, Outer) and site._kept is not None]
         assert len(kept) == 2
         assert all(len(s._kept) == 4 and not s.terms[0].a.numel() for s in kept)
         before = c.weighted_sum(torch.ones(4))

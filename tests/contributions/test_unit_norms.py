@@ -50,6 +50,18 @@ class Recurrent(nn.Module):
         return self.last(self.inner(x)[0][:, -1])
 
 
+class TwoInputs(nn.Module):
+    """Two weights whose outputs are added, so that they share the gradient at it."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(5, 4), nn.Linear(5, 4)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(self.left(x) + self.right(x.square()))
+
+
 class Mean(nn.Module):
     def forward(self, x):
         return x.mean(1)
@@ -66,6 +78,7 @@ MODELS = {
     "own layer": (lambda: nn.Sequential(nn.Linear(5, 6), Own(6), nn.Linear(6, 3)), (5,)),
     "used twice": (lambda: (lambda a: nn.Sequential(a, nn.Tanh(), a, nn.Linear(5, 3)))(
         nn.Linear(5, 5)), (5,)),
+    "two inputs": (TwoInputs, (5,)),
     "images": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.Tanh(),
         nn.Conv2d(4, 4, 3, stride=2), nn.Flatten(), nn.Linear(16, 3)), (2, 6, 6)),
     "transformer": (sequence, (4, 3)),
@@ -90,10 +103,11 @@ def true_norms(truth, used=None):
     return total.index_add_(0, UNITS, values).norm(dim=1)
 
 
-def found_norms(c, used=None):
-    """Norms of the sums alone, without that of the largest row."""
-    squares = c.unit_squares(Groups.of_rows(UNITS, used))
-    return torch.stack(list(squares.values())).sum(0).sqrt()
+def found_norms(c, used=None, names=None):
+    """Norms of the sums alone, without that of the largest row; of one row it is that row's."""
+    groups, names = Groups.of_rows(UNITS, used), list(c.shapes) if names is None else names
+    found = c.unit_squares(groups, names).sqrt()
+    return torch.where(groups.sizes > 1, found, unit_norms(c, groups, names))
 
 
 def assert_tight(found, truth, above=2e-3):
@@ -117,19 +131,141 @@ def test_norms_of_units_are_those_of_summed_gradients(name, form, monkeypatch):
     assert_tight(found_norms(c, used), true_norms(truth, used))
 
 
-@pytest.mark.parametrize("block", [1, 2, 4, 8])
+@pytest.mark.parametrize(("block", "small"), [(1, 1), (2, 1), (4, 2), (4, 8), (8, 2), (8, 4)])
 @pytest.mark.parametrize("name", ["perceptron", "normed", "own layer"])
-def test_units_that_are_larger_than_a_block(name, block, monkeypatch):
+def test_units_that_are_larger_than_a_block(name, block, small, monkeypatch):
     make, shape = MODELS[name]
     torch.manual_seed(0)
     model = make()
     x, y = data(shape)
     monkeypatch.setattr(units, "BLOCK", block)
+    monkeypatch.setattr(units, "SMALL", small)
     c = attach(model, "categorical")(x, y)
     truth = per_example(model, "categorical", x, y)
     assert_tight(found_norms(c), true_norms(truth))
     used = torch.arange(ROWS) % 3 != 1
     assert_tight(found_norms(c, used), true_norms(truth, used))
+
+
+MIXED = (1, 2, 40, 5, 8, 9, 1, 16, 3, 20, 32, 33, 1)  # in both kinds of blocks, and in none
+
+
+def mixed(name, bad=None):
+    """Contributions of units of all sizes, their true gradients, the unit and use of each row."""
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    model, rows = make(), sum(MIXED)
+    x, y = torch.randn(rows, *shape), torch.randint(0, 3, (rows,))
+    whose = torch.arange(len(MIXED)).repeat_interleave(torch.tensor(MIXED))
+    truth = per_example(model, "categorical", x, y)
+    used = torch.arange(rows) % 5 != 2
+    if bad is not None:
+        x[~used] = bad
+    return attach(model, "categorical")(x, y), truth, whose, used
+
+
+def mixed_truth(truth, names, whose, used):
+    """|sum_i c_i|, or the largest |c_i| if that is more, by brute force."""
+    values = flat(truth, names).double() * used[:, None]
+    total = torch.zeros(len(MIXED), values.shape[1], dtype=torch.float64)
+    largest = torch.zeros(len(MIXED), dtype=torch.float64)
+    largest.scatter_reduce_(0, whose, values.norm(dim=1), "amax")
+    return torch.maximum(total.index_add_(0, whose, values).norm(dim=1), largest)
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("name", ["perceptron", "normed", "two inputs", "own layer", "images",
+    "transformer"])  # fmt: skip
+def test_units_of_all_sizes_in_one_batch(name, bad):
+    c, truth, whose, used = mixed(name, bad)
+    keep, names = None if bad is not None else used, list(c.shapes)
+    found = unit_norms(c, Groups.of_rows(whose, keep), names)
+    assert_tight(found, mixed_truth(truth, names, whose, used))
+    if bad is None:
+        found = unit_norms(c, Groups.of_rows(whose), names)
+        assert_tight(found, mixed_truth(truth, names, whose, torch.ones_like(used)))
+
+
+@pytest.mark.parametrize("chosen", ["weight", "bias", "0.", "last"])
+@pytest.mark.parametrize("name", ["perceptron", "normed", "two inputs", "images"])
+def test_norms_over_some_names(name, chosen):
+    c, truth, whose, used = mixed(name)
+    names = [n for n in c.shapes if chosen in n]
+    if names:
+        found = unit_norms(c, Groups.of_rows(whose, used), names)
+        assert_tight(found, mixed_truth(truth, names, whose, used))
+
+
+@pytest.mark.parametrize("name", ["perceptron", "normed", "images"])
+def test_other_units_change_nothing_about_a_unit(name):
+    """The way to a unit's norm depends on its own rows: without others it is the same."""
+    c, _, whose, _ = mixed(name)
+    groups, names = Groups.of_rows(whose), list(c.shapes)
+    found = unit_norms(c, groups, names)
+    for unit in range(len(MIXED)):
+        others_gone = unit_norms(c, Groups.of_rows(whose, whose == unit), names)
+        assert others_gone[unit] == found[unit]
+        assert (others_gone > 1e-15).sum() == 1
+
+
+@pytest.mark.parametrize("relation", ["zero-out", "add/remove"])
+@pytest.mark.parametrize("name", ["perceptron", "normed", "two inputs", "images"])
+def test_dropping_a_unit_moves_the_sum_by_its_clip_at_most(name, relation):
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    model, rows = make(), sum(MIXED)
+    x, y = torch.randn(rows, *shape), torch.randint(0, 3, (rows,))
+    whose = torch.arange(len(MIXED)).repeat_interleave(torch.tensor(MIXED))
+    attached = attach(model, "categorical")
+
+    def summed(keep):
+        ledger, sampler = dpbnn.Ledger(relation=relation), dpbnn.Poisson(100, 10, unit="person")
+        gate = dpbnn.Gate(0.3, 0.0, sampler, ledger)
+        if relation == "zero-out":
+            release = gate(attached(x, y), units=whose, keep=keep)
+        else:
+            release = gate(attached(x[keep], y[keep]), units=whose[keep])
+        return torch.cat([value.flatten().double() for value in release.values()])
+
+    whole = summed(torch.ones(rows, dtype=torch.bool))
+    moved = [(whole - summed(whose != unit)).norm() for unit in range(len(MIXED))]
+    assert max(moved) <= 0.3 * (1 + 1e-5)
+    assert max(moved) >= 0.299
+
+
+@pytest.mark.parametrize("size", [2, 7, 20])
+@pytest.mark.parametrize("scale", [1e-19, 1e-21, 1e-23])
+def test_inner_products_that_underflow_are_never_rounded_down(size, scale):
+    """Inputs whose products float32 does not hold, with gradients that make up for it."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(30, 3, bias=False), torch.randn(size, 30).abs() * scale
+
+    def log_prob(outputs, y):
+        return (outputs * y).sum(1)
+
+    y = torch.rand(size, 3) * 1e18
+    c = attach(model, log_prob)(x, y)
+    truth = (y.double().T @ x.double()).norm()
+    found = c.unit_squares(Groups.of_rows(torch.zeros(size, dtype=torch.int64)), ["weight"])
+    assert found.sqrt() >= truth * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("width", [2, 300])
+def test_cross_terms_that_cancel_out_are_never_rounded_down(width):
+    """Two records with opposite gradients, but for a little: the cross terms cancel in float32."""
+    torch.manual_seed(0)
+    model = nn.Linear(width, 3)
+
+    def log_prob(outputs, y):
+        return (outputs * y).sum(1)
+
+    for rest in (1e-2, 1e-3, 1e-4, 1e-6, 0.0):
+        x, y = torch.randn(1, width).repeat(8, 1), torch.randn(1, 3).repeat(8, 1)
+        y[1::2] *= -(1 + rest)
+        c, truth = attach(model, log_prob)(x, y), per_example(model, log_prob, x, y)
+        exact = flat(truth, list(truth)).double().unflatten(0, (4, 2)).sum(1).norm(dim=1)
+        groups = Groups.of_rows(torch.arange(4).repeat_interleave(2))
+        assert (c.unit_squares(groups, list(c.shapes)).sqrt() >= exact * (1 - 1e-6)).all()
 
 
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 100])
@@ -228,7 +364,7 @@ def test_padding_depends_on_a_units_own_number_of_records_alone():
                 widths.setdefault(unit, set()).add(same.rows.shape[1])
     assert all(len(own) == 1 for own in widths.values())
     assert widths[len(SIZES)] == {128}
-    assert sorted({same.rows.shape[1] for same in few.padded}) == [1, 2, 4, 8]
+    assert sorted({same.rows.shape[1] for same in few.padded}) == [2, 4, 8]
 
 
 @pytest.mark.parametrize("units", [[1, 0, 0], [0.0, 1.0, 2.0], [[0], [1]]])

@@ -75,10 +75,11 @@ class Contributions(ABC):
         """Return |c_i| over all released names, never below the truth (float64, [batch])."""
         return torch.stack(list(self.squared_norms().values())).sum(0).sqrt()
 
-    def unit_squares(self, groups: Groups) -> dict[str, Tensor]:
-        """Return |sum_i c_i|^2 over the rows of each unit, per released name; never below it.
+    def unit_squares(self, groups: Groups, names: Sequence[str]) -> Tensor:
+        """Return |sum_i c_i|^2 over some names and the rows of each unit; never below it.
 
-        Rows that are not used or not finite are left out (float64, [units]).
+        Rows that are not used or not finite are left out (float64, [units]). A unit of one row may
+        have less: its norm is that of the row.
         """
         raise UnsupportedModel(
             f"units: {type(self).__name__} has no norms of several records together; use dense or "
@@ -227,12 +228,10 @@ class DenseContributions(Contributions):
         """Return |c_i|^2 per released name, never below the truth (float64, [batch])."""
         return dict(self._squares)
 
-    def unit_squares(self, groups: Groups) -> dict[str, Tensor]:
-        """Return |sum_i c_i|^2 over the rows of each unit, summed in float64."""
-        return {
-            name: squares(groups.sums(values.double())) * INFLATION**2
-            for name, values in self._flat.items()
-        }
+    def unit_squares(self, groups: Groups, names: Sequence[str]) -> Tensor:
+        """Return |sum_i c_i|^2 over some names and the rows of each unit, summed in float64."""
+        found = [squares(groups.sums(self._flat[name].double())) for name in names]
+        return torch.stack(found).sum(0).mul_(INFLATION**2)
 
     def weighted_sum(self, w: Weights) -> dict[str, Tensor]:
         """Return sum_i w_i c_i per released name, in float64."""

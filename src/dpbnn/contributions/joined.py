@@ -6,14 +6,14 @@ For a weight that multiplies its input, c_i = g_i a_i^T and <c_i, c_j> = <a_i, a
 rows of a unit are further positions of one example, and `Outer` takes the norm by its cross terms
 or by the unit's own gradient, whichever is cheaper. The same holds for sequences, convolutions and
 embeddings. Every other layer materialises its rows' gradients, a few at a time, and adds them up.
+The way depends on the unit's own number of rows, and not on other units.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -21,119 +21,135 @@ from torch import Tensor
 
 from dpbnn.contributions.dense import UnsupportedModel
 from dpbnn.contributions.outer import ConvFactors, LinearFactors, Outer
-from dpbnn.contributions.rounding import squares, sum_error
-from dpbnn.contributions.sites import Direct, Rows, Site, bound, with_slack
-from dpbnn.privacy.units import BLOCK, Groups, Packed, Padded
+from dpbnn.contributions.rounding import row_squares, squares, sum_error
+from dpbnn.contributions.sites import Direct, Rows, Site, bound
+from dpbnn.privacy.units import BLOCK, Groups, Padded
 
 __all__ = ["unit_squares"]
 
 
 def unit_squares(
-    sites: Sequence[Site], groups: Groups, squared: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return |sum_i c_i|^2 of every unit per name, an upper bound (float64, [units]).
+    sites: Sequence[Site], groups: Groups, names: Collection[str], norms: Tensor
+) -> Tensor:
+    """Return |sum_i c_i|^2 over some names of every unit of several rows, an upper bound.
 
     Args:
         sites: parts of every row's contribution.
         groups: the units; rows that are not finite must be among those that are not used.
-        squared: upper bounds on the rows' own |c_i|^2.
+        names: released names.
+        norms: upper bounds on the rows' own |c_i| over these names.
     """
     if any(site.data_free for site in sites):
         raise UnsupportedModel(
             "units: a data-free part inside the clip would count once per record and not once per "
             "unit; use a method that adds it outside, such as BBP in weight space"
         )
-    large = bool(groups.large)
-    flat = {site: factors for site in sites if (factors := _of_one_row(site, large))}
-    result = _cross_terms(flat, groups, squared) if flat else {}
-    for site in sites:
+    layers, others = _layers([s for s in sites if not s.shapes.keys().isdisjoint(names)])
+    reach = groups.sums(norms)
+    total, added = _cross_terms(layers, groups, reach), []
+    for same in groups.large:
+        total[same.units] = 0.0
+    for layer in layers:
+        for site in layer.sites:
+            _put(site, groups.large, names, total)
+    for site in others:
         held = isinstance(site, Outer) and all(len(term.g) == site.batch for term in site.terms)
-        if site in flat:
-            _put(site, groups.large, result)
-        elif held or isinstance(site, Rows):
-            for name in site.shapes:
-                result[name] = groups.sums(squared[name])  # right where there is one row
-            _put(site, [same for same in groups.padded if same.rows.shape[1] > 1], result)
+        if held or isinstance(site, Rows):
+            _put(site, groups.padded, names, total)
         else:
-            result |= _added_up(site, groups, squared)
-    return result
+            added.append(site)
+    return total.add_(_added_up(added, groups, names, reach)) if added else total
 
 
-def _put(site: Site, padded: Sequence[Padded], result: dict[str, Tensor]) -> None:
-    """Replace the results of some units by those of a site whose examples are units."""
+def _put(site: Site, padded: Sequence[Padded], names: Collection[str], total: Tensor) -> None:
+    """Add the results of some units, which are the examples of a site made for it."""
     for same in padded:
         for name, values in _as_examples(site, same).squared_norms().items():
-            result[name][same.units] = values
+            if name in names:
+                total.index_add_(0, same.units, values)
 
 
-def _of_one_row(site: Site, large: bool) -> tuple[Tensor, ...]:
-    """Return g, and a if there is one, where a row's gradient is g or g a^T; else nothing.
+@dataclasses.dataclass
+class _Layer:
+    """Weights and biases whose gradients are g a^T and g, for one g of every row.
 
-    With units that are `large` for a block, a gradient g is added up.
+    Attributes:
+        sites: all of them.
+        inputs: of the weights; each has g too.
+        biases: how many there are.
     """
-    if isinstance(site, Outer) and site.form is None and not any(site.names[1:]):
-        term = site.terms[0]
-        if len(site.terms) == 1 and term.a.dim() == 2:
-            return term.g, term.a
-    if isinstance(site, Direct) and not large and len(site.terms) == 1 and not any(site.names[1:]):
-        g, _, slack = site.terms[0]
-        if g.dim() == 2 and isinstance(slack, float):
-            return (g,)
-    return ()
+
+    sites: list[Site] = dataclasses.field(default_factory=list)
+    inputs: list[LinearFactors] = dataclasses.field(default_factory=list)
+    biases: int = 0
 
 
-def _cross_terms(
-    sites: Mapping[Site, tuple[Tensor, ...]], groups: Groups, squared: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return |sum_i g_i a_i^T|^2 = sum_{i,j} <a_i, a_j> <g_i, g_j>, of float32 inner products.
+def _layers(sites: Sequence[Site]) -> tuple[list[_Layer], list[Site]]:
+    """Return layers of one position, and all other sites."""
+    found: dict[object, _Layer] = {}
+    others: list[Site] = []
+    for site in sites:
+        if isinstance(site, Outer) and _of_one_position(site):
+            term = site.terms[0]
+            layer = found.setdefault(_identity(term.g), _Layer())
+            layer.sites.append(site)
+            layer.inputs.append(term)
+        else:
+            others.append(site)
+    for site in [s for s in others if isinstance(s, Direct) and s.squared is not None]:
+        if (own := found.get(_identity(site.terms[0][0]))) is not None:
+            own.sites.append(site)
+            own.biases += 1
+            others.remove(site)
+    return list(found.values()), others
 
-    Each of these errs by gamma times its factors' norms, whatever cancels, and by an underflow in
-    every term; so do their products and the sums of these. So a unit's value errs by gamma (sum_i
-    |a_i| |g_i|)^2 and that loss. Units that are larger than a block are left out of the sum.
+
+def _of_one_position(site: Outer) -> bool:
+    alone = len(site.terms) == 1 and site.form is None and not any(site.names[1:])
+    return alone and site.terms[0].a.dim() == 2
+
+
+def _identity(g: Tensor) -> object:
+    return g.data_ptr(), g.shape, g.stride()
+
+
+def _cross_terms(layers: Sequence[_Layer], groups: Groups, reach: Tensor) -> Tensor:
+    """Return sum_{i,j} <g_i, g_j> (<a_i, a_j> + 1) over layers, of float32 inner products.
+
+    Each of these errs by gamma times its factors' norms, whatever cancels; so do their products and
+    the sums of these. So a unit's value errs by gamma (sum_i |c_i|)^2. Every term may underflow
+    too, which a product makes larger by its other factor: that loses at most
+    tiny (|a_i| |a_j| + |g_i| |g_j| + 1), and m sum_i (|a_i|^2 + |g_i|^2 + 1) for m rows.
+
+    Args:
+        layers: of one position.
+        groups: the units; 0 is returned for those that no block holds.
+        reach: sum_i |c_i| of every unit.
     """
-    names = [name for site in sites for name in site.shapes]
-    value = torch.zeros(groups.count, len(names), dtype=torch.float64, device=groups.of.device)
-    if (packed := groups.packed) is not None:
-        ends: dict[Any, Tensor] = {}
-        rows = []
-        for g, *a in sites.values():
-            key = (g.data_ptr(), g.shape, g.stride())  # a layer's weight and bias share g
-            if key not in ends:
-                ends[key] = _gram(packed, groups, g).mul_(packed.same)
-            product = _gram(packed, groups, *a).mul_(ends[key]) if a else ends[key]
-            rows.append(product.sum(2).flatten())
-        value.index_add_(0, packed.units, torch.stack(rows, 1).double())
-    own = torch.stack([squared[name] for name in names], 1)
-    both = torch.stack([_ends(site, squared) for site in sites], 1)
-    sizes, lost = groups.sums(torch.cat([own.sqrt_(), both], 1)).tensor_split(2, 1)
-    widths = tuple(tuple(t.shape[1] for t in factors) for factors in sites.values())
-    gamma, tiny = _errors(widths, value.device)
-    lost = lost.add_(groups.sizes[:, None]).mul_(groups.sizes[:, None]).mul_(tiny)
-    value = value.clamp_(min=0).add_(sizes.square_().mul_(gamma)).add_(lost)
-    return dict(zip(names, value.unbind(1), strict=True))
-
-
-def _gram(packed: Packed, groups: Groups, t: Tensor) -> Tensor:
-    blocks = packed.blocks(groups.of_used(t))
-    return torch.bmm(blocks, blocks.mT)
-
-
-@functools.lru_cache(maxsize=64)
-def _errors(widths: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """Return gamma, and what underflows may lose, of products of so long inner products each."""
-    tiny = torch.finfo(torch.float32).tiny
-    terms = [(*own, BLOCK, 2) for own in widths]  # the sum over a block, and a product
-    gamma = [sum(sum_error(width + 1, torch.float32) for width in own) for own in terms]
-    return torch.tensor(
-        [gamma, [tiny * sum(own) for own in terms]], dtype=torch.float64, device=device
-    )
-
-
-def _ends(site: Site, squared: Mapping[str, Tensor]) -> Tensor:
-    """Return |a_i|^2 + |g_i|^2 of every row, or |g_i|^2 + 1 where there is no a."""
-    if isinstance(site, Outer):
-        return site.terms[0].a_squares + site.terms[0].g_squares
-    return squared[next(iter(site.shapes))] + 1
+    value = torch.zeros(groups.count + 1, dtype=torch.float64, device=reach.device)
+    if not layers:
+        return value[:-1]
+    packed, total = groups.packed, list[Tensor]()
+    for layer in layers:
+        ends = [packed.gram(term.a) for term in layer.inputs]
+        for part, own in enumerate(packed.gram(layer.inputs[0].g)):
+            for other in ends[1:]:
+                ends[0][part] += other[part]
+            own.mul_(ends[0][part].add_(layer.biases))
+            if layer is layers[0]:
+                total.append(own)
+            else:
+                total[part] += own
+    value.index_add_(0, packed.units, packed.sums(total).double())
+    inputs = [term for layer in layers for term in layer.inputs]
+    count = sum(len(layer.sites) for layer in layers)
+    widths = [max(t.columns for t in inputs), max(t.rows for t in inputs), count, BLOCK, 2]
+    gamma = sum(sum_error(width + 1, torch.float32) for width in widths)
+    tiny = sum(widths) * torch.finfo(torch.float32).tiny
+    lengths = torch.stack([part for t in inputs for part in (t.a_squares, t.g_squares)]).sum(0)
+    lost = groups.sums(lengths.add_(4 * count))
+    value = value[:-1].clamp_(min=0).addcmul_(reach, reach, value=gamma)
+    return value.addcmul_(lost, groups.sizes, value=tiny)
 
 
 def _as_examples(site: Site, same: Padded) -> Site:
@@ -141,6 +157,10 @@ def _as_examples(site: Site, same: Padded) -> Site:
     if isinstance(site, Rows):
         indices, g = site.indices[same.rows], _gathered(site.g, same)
         return Rows(site.name, site.shapes[site.name], indices.flatten(1), g.flatten(1, 2))
+    if isinstance(site, Direct):
+        rows = _gathered(site.terms[0][0], same)
+        lost = sum_error(rows.shape[1], rows.dtype) * row_squares(rows).sqrt().sum(1)
+        return Direct(site.names, [(rows.sum(1), None, lost)])
     assert isinstance(site, Outer)
     joined = Outer(site.names, site.shape, [_joined(term, same) for term in site.terms])
     joined.form = site.form
@@ -183,36 +203,45 @@ class _JoinedConv(ConvFactors):
         return both[0].flatten(2, 3).flatten(0, 1), both[1].flatten(2, 3).flatten(0, 1)
 
 
-def _added_up(site: Site, groups: Groups, squared: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _added_up(
+    sites: Sequence[Site], groups: Groups, names: Collection[str], reach: Tensor
+) -> Tensor:
     """Return the norms of units whose rows' gradients are materialised and added up.
 
     The sum of a unit's m rows errs by gamma_m sum_i |c_i| and by the rows' own errors.
     """
-    starts = groups.starts
-    begun: dict[str, Tensor] = {}
-    parts: dict[str, list[Tensor]] = {name: [] for name in site.shapes}
+    value, lost = torch.zeros_like(reach), torch.zeros_like(groups.of, dtype=torch.float64)
+    for site in sites:
+        value += _summed_squares(site, groups, names)
+        slack = bound(site.slack())
+        if isinstance(slack, Tensor):
+            lost.add_(slack.square(), alpha=len(site.shapes))
+    error = reach.mul(_gamma(groups)).add_(groups.sums(lost.sqrt_()))
+    return value.sqrt_().add_(error).square_()
+
+
+def _summed_squares(site: Site, groups: Groups, names: Collection[str]) -> Tensor:
+    """Return |sum_i c_i|^2 of every unit as computed."""
+    starts, begun = groups.starts, dict[str, Tensor]()
+    parts: dict[str, list[Tensor]] = {name: [] for name in site.shapes if name in names}
     for rows in site.slices():
         first, stop, _ = rows.indices(site.batch)
         low, high = (int(np.searchsorted(starts, row, "right")) - 1 for row in (first, stop - 1))
         used = None if groups.used is None else groups.used[first:stop]
         part = Groups(groups.of[first:stop] - low, starts[: high - low + 2], used)
-        for name, values in site.instantiate(slice(first, stop)).items():
-            total = part.sums(values.flatten(1))
+        found = site.flat(slice(first, stop))
+        for name, own in parts.items():
+            total = part.sums(found[name])
             if name in begun:  # the first unit has rows in the run before
                 total[0] += begun.pop(name)
             if stop < starts[high + 1]:
                 begun[name], total = total[-1], total[:-1]
-            parts[name].append(squares(total))
-    slack = bound(site.slack())
-    own = groups.sums(slack) if isinstance(slack, Tensor) else 0.0
-    result: dict[str, Tensor] = {}
-    for name, found in parts.items():
-        error = _gamma(groups.sizes).mul_(groups.sums(squared[name].sqrt())).add_(own)
-        result |= with_slack({name: found[0] if len(found) == 1 else torch.cat(found)}, error)
-    return result
+            own.append(squares(total))
+    return torch.stack([torch.cat(own) for own in parts.values()]).sum(0)
 
 
-def _gamma(count: Tensor) -> Tensor:
-    """Return `sum_error` of float32 sums of so many terms each, and 0 for one term."""
-    unit = torch.finfo(torch.float32).eps / 2
-    return torch.minimum(count, 4 * count.sqrt() + 8).mul_(unit).mul_(count > 1)
+def _gamma(groups: Groups) -> Tensor:
+    """Return `sum_error` of float32 sums of each unit's rows, and 0 for one row."""
+    rows, unit = np.diff(groups.starts), torch.finfo(torch.float32).eps / 2
+    gamma = np.minimum(rows, 4 * np.sqrt(rows) + 8) * (rows > 1) * unit
+    return torch.from_numpy(gamma).to(groups.of.device)

@@ -198,7 +198,7 @@ class Outer(Site):
         self.batch = terms[0].g.shape[0]
         self.wider = 4 if terms[0].g.is_cuda else 0
         self.shapes = {name: shape for name in names if name}
-        self._kept: list[Tensor] = []
+        self._kept: Tensor | None = None  # all examples' gradients, flat
         self._slack: Slack | None = None
 
     def joined(self, others: Sequence[Site]) -> Site:
@@ -211,11 +211,13 @@ class Outer(Site):
     @property
     def single(self) -> bool:
         """Whether sums are of contributions, not of terms that may be larger than these."""
-        terms = 1 if self._kept else sum(term.positions for term in self.terms)
+        terms = sum(term.positions for term in self.terms) if self._kept is None else 1
         return terms == 1 and super().single
 
     def slices(self, size: int = 0) -> Iterator[slice]:
-        """Yield runs of examples whose instantiated contributions fit the chunk."""
+        """Yield runs of examples whose instantiated contributions fit the chunk, or are kept."""
+        if self._kept is not None:
+            return iter([slice(0, self.batch)])
         return super().slices(size or max(term.block_size for term in self.terms))
 
     @property
@@ -343,12 +345,12 @@ class Outer(Site):
         value = torch.cat(parts).clamp(min=0)
         return dict.fromkeys(self.shapes, value), self.slack()
 
-    def _accumulate(self, rows: slice) -> Tensor:
-        if self._kept:
-            self._kept = [torch.cat(self._kept)] if len(self._kept) > 1 else self._kept
-            return self._kept[0][rows]
+    def _accumulate(self, rows: slice, into: Tensor | None = None) -> Tensor:
+        if self._kept is not None:
+            return self._kept[rows]
         a, g = self.terms[0].factors(rows)
-        total = torch.bmm(g.mT, a)
+        out = None if into is None else into[rows].view(len(a), g.shape[2], a.shape[2])
+        total = torch.bmm(g.mT, a, out=out)
         for term in self.terms[1:]:
             a, g = term.factors(rows)
             total.baddbmm_(g.mT, a)
@@ -376,11 +378,11 @@ class Outer(Site):
             and self.shape.numel() <= max(first.kept_size, (KEPT << self.wider // 2) // self.batch)
         )
         parts: dict[str, list[Tensor]] = {name: [] for name in self.shapes}
-        slack, kept = self.slack(), []
+        slack, kept = self.slack(), None
+        if keep:
+            kept = first.g.new_empty(self.batch, self.shape.numel(), dtype=wide(first.g.dtype))
         for rows in self.slices():
-            weight = self._accumulate(rows)
-            if keep:
-                kept.append(weight)
+            weight = self._accumulate(rows, kept)
             for index, name in enumerate(self.names):
                 if name:
                     values = self._rho(rows, weight) if index else weight
@@ -392,15 +394,19 @@ class Outer(Site):
             first.a, first.g = first.a.new_empty(0), first.g.new_empty(0)
         return {name: joined(values) for name, values in parts.items()}, slack
 
-    def instantiate(self, rows: slice) -> dict[str, Tensor]:
-        """Return the contributions of some examples without the data-free part."""
+    def flat(self, rows: slice) -> dict[str, Tensor]:
+        """Return the same as `instantiate`, flat, in the order of the blocks."""
         rows = slice(*rows.indices(self.batch))
         weight = self._accumulate(rows)
         return {
-            name: self.terms[0].unblocked(self._rho(rows, weight) if index else weight)
+            name: self._rho(rows, weight) if index else weight
             for index, name in enumerate(self.names)
             if name
         }
+
+    def instantiate(self, rows: slice) -> dict[str, Tensor]:
+        """Return the contributions of some examples without the data-free part."""
+        return {name: self.terms[0].unblocked(v) for name, v in self.flat(rows).items()}
 
     def raw_sum(self, w: Mapping[str, Tensor], bad: Bad, exact: bool) -> dict[str, Tensor]:
         """Return sum_i w_i c_i without the data-free part and without the bad examples."""
@@ -413,7 +419,7 @@ class Outer(Site):
 
     def _summed(self, term: LinearFactors, w: Tensor, bad: Bad, exact: bool) -> Tensor:
         """Return sum_i w_i G_i of one use, from instantiated G_i where that is the cheaper way."""
-        if not self._kept:
+        if self._kept is None:
             if term.a._version != term.version:
                 raise RuntimeError(CHANGED)
             if self._tiled and not exact:
@@ -422,15 +428,13 @@ class Outer(Site):
             if not (alone and self._choose() == "instantiated"):
                 one = len(self.terms) == len(self.shapes) == 1
                 return term.summed(w, bad, exact, self.into.get(*self.shapes) if one else None)
-        start, total = 0, None
-        for kept in self._kept or (self._accumulate(rows) for rows in self.slices()):
-            stop, weights = start + len(kept), w.to(kept)
-            rows = weighable(kept, bad, exact)
-            part = summed_rows(weights[start:stop, None], rows, exact)[0]
+        total: Tensor | None = None
+        for rows in self.slices():
+            kept = weighable(self._accumulate(rows), bad, exact)
+            part = summed_rows(w[rows].to(kept)[:, None], kept, exact)[0]
             if total is not None and self.batch > BLOCK[torch.float32]:
                 total = total.double()
             total = part if total is None else total.add_(part)
-            start = stop
         assert total is not None
         return term.unblocked(total).contiguous()
 

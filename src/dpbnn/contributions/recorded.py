@@ -13,7 +13,7 @@ from dpbnn.contributions.rounding import INFLATION, Bad, full_precision, without
 from dpbnn.contributions.sites import AnySlack, Direct, Measured, Site, merge, with_slack
 from dpbnn.contributions.together import Together, gathered, part_squares
 from dpbnn.privacy.fused import row_weights, total_of
-from dpbnn.privacy.units import Groups
+from dpbnn.privacy.units import Groups, row_norms
 
 
 class NetworkContributions(Contributions):
@@ -90,15 +90,15 @@ class NetworkContributions(Contributions):
         """Return |c_i| over all released names, never below the truth (float64, [batch])."""
         return self._norms()[0].sqrt()
 
-    def unit_squares(self, groups: Groups) -> dict[str, Tensor]:
-        """Return |sum_i c_i|^2 over the rows of each unit, per released name; never below it."""
-        own = {name: value / INFLATION**2 for name, value in self.squared_norms().items()}
-        bad = self._norms()[1]
+    def unit_squares(self, groups: Groups, names: Sequence[str]) -> Tensor:
+        """Return |sum_i c_i|^2 over some names and the rows of each unit; never below it.
+
+        A unit of one row may have less: its norm is that of the row.
+        """
+        sizes, bad = row_norms(self, names), self._norms()[1]
         with full_precision(self.device):
-            raw = unit_squares(self._sites, groups.without(bad), own)
-        none = torch.zeros(groups.count, dtype=torch.float64, device=self.device)
-        whole = torch.stack([raw.get(name, none) for name in self.shapes]).mul_(INFLATION**2)
-        return dict(zip(self.shapes, whole.unbind(), strict=True))
+            found = unit_squares(self._sites, groups.without(bad), names, sizes)
+        return found.mul_(INFLATION**2)
 
     def sum_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Let `weighted_sum` return these tensors, written anew, where that saves a copy."""

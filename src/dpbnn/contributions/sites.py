@@ -54,6 +54,10 @@ class Site(ABC):
     def instantiate(self, rows: slice) -> dict[str, Tensor]:
         """Return the contributions of some examples without the data-free part."""
 
+    def flat(self, rows: slice) -> dict[str, Tensor]:
+        """Return the same, [examples, numbers], the numbers in any order."""
+        return {name: values.flatten(1) for name, values in self.instantiate(rows).items()}
+
     def slack(self) -> AnySlack:
         """Return a bound on the rounding error of an instantiated contribution, per example."""
         return 0.0

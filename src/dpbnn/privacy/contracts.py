@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -45,8 +45,11 @@ class Clippable(Protocol):
     def norms(self) -> Tensor:
         """Return |c_i| over all released names, never below the truth."""
 
-    def unit_squares(self, groups: Groups) -> dict[str, Tensor]:
-        """Return |sum_i c_i|^2 over the examples of each unit, per name, never below the truth."""
+    def unit_squares(self, groups: Groups, names: Sequence[str]) -> Tensor:
+        """Return |sum_i c_i|^2 over some names and the examples of each unit, never below it.
+
+        A unit of one example may have less: its norm is that of the example.
+        """
 
     def weighted_sum(self, w: Any) -> dict[str, Tensor]:
         """Return sum_i w_i c_i per released name, new tensors in float32 or better."""

@@ -23,7 +23,7 @@ from dpbnn.privacy.mechanisms import GaussianNoise, Mechanism
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.precision import UNKNOWN, Precision, precision_of
 from dpbnn.privacy.slices import PartOfNoise, SlicedShares, Slices
-from dpbnn.privacy.units import Groups, check_units, clipped_norms, unit_norms
+from dpbnn.privacy.units import Groups, check_units, clipped_norms, row_norms, unit_norms
 
 if TYPE_CHECKING:
     from dpbnn.privacy.sampling import Sampler
@@ -366,22 +366,13 @@ class Gate:
 
     def _weights(self, chunk: Clippable, units: Groups | None = None) -> Tensor | dict[str, Tensor]:
         """Return the clip factor of every example, by released name where there are groups."""
-        if units is not None:
-            found: dict[str, Tensor] = {}
-            for group, own in self._groups(chunk.shapes).items():
-                norms = unit_norms(chunk, units, own)
-                factor = clip_factors(norms, self._precision.share * self.clips[group])[units.of]
-                found.update(dict.fromkeys(own, factor))
-            return found
-        if self.clips.keys() == {""}:
-            return clip_factors(chunk.norms(), self._precision.share * self.clip)
-        squares = chunk.squared_norms()
         weights: dict[str, Tensor] = {}
-        for group, own in self._groups(squares).items():
-            norms = torch.stack([squares[name] for name in own]).sum(0).sqrt()
-            clip = self._precision.share * self.clips[group]
-            weights.update(dict.fromkeys(own, clip_factors(norms, clip)))
-        return weights
+        for group, own in self._groups(chunk.shapes).items():
+            norms = row_norms(chunk, own) if units is None else unit_norms(chunk, units, own)
+            w = clip_factors(norms, self._precision.share * self.clips[group])
+            w = w if units is None else w.index_select(0, units.of)
+            weights.update(dict.fromkeys(own, w))
+        return w if len(self.clips) == 1 else weights
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
