@@ -161,12 +161,12 @@ def validated(
     with in_a_line(f"{cure} nothing", X, numbers, show=show):
         if on_bad_rows != "zero":
             found, y = validate_data(estimator, X, y, y_numeric=regression, **options)
-            return found, y.astype(np.float64) if regression else y
-        found = check_array(as_numbers(X), ensure_all_finite=False, **options)
-        validate_data(estimator, X, skip_check_array=True)  # takes names and number of columns
-        y = column_or_1d(as_numbers(y) if regression else _labels(y), warn=True)
-        check_consistent_length(found, y)
-    return found, y
+        else:
+            found = check_array(as_numbers(X), ensure_all_finite=False, **options)
+            validate_data(estimator, X, skip_check_array=True)  # takes names and number of columns
+            y = column_or_1d(as_numbers(y) if regression else _labels(y), warn=True)
+            check_consistent_length(found, y)
+    return found, y.astype(np.float64) if regression else y
 
 
 def _labels(y: Any) -> Any:
