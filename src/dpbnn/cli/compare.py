@@ -65,7 +65,9 @@ def compare_command(
 
     cells = [(method, epsilon) for method in _names(methods) for epsilon in _budgets(epsilons)]
     if out.exists():
-        raise ValueError(f"{out}: exists already; give another folder")
+        book = out / "ledger.jsonl"
+        more = f", and --ledger {book}, which holds what was spent there" * book.exists()
+        raise ValueError(f"{out}: exists already; give another folder{more}")
     if not out.absolute().parent.is_dir():
         raise ValueError(f"{out}: its parent is not a folder; make that one first")
     with speaker.warnings():
