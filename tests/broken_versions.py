@@ -56,7 +56,7 @@ from dpbnn.contributions.recorded import NetworkContributions
 from dpbnn.data import column as columns
 from dpbnn.data import statistics
 from dpbnn.data import table as tables
-from dpbnn.estimators import classifier, fitting, workspace
+from dpbnn.estimators import classifier, fitting, scaling, workspace
 from dpbnn.likelihoods import Categorical
 from dpbnn.methods.method import Descent, Problem
 from dpbnn.methods.sep import SEPProcess
@@ -1101,6 +1101,14 @@ def iterates_are_written_at_once(patch: Patch) -> None:
 
 def a_failed_run_writes_what_it_holds(patch: Patch) -> None:
     around(patch, IterateWriter, "close", lambda original, self, *, drop=False: original(self))
+
+
+def scaling_looks_whether_it_is_needed(patch: Patch) -> None:
+    def scaled(original, self, values, dtype=np.float64):
+        inside = self.standard is None and (abs(values) <= 1).all()
+        return values.astype(dtype) if inside else original(self, values, dtype)
+
+    around(patch, scaling.Scaling, "__call__", scaled)
 
 
 # 33 and 34: state of modules

@@ -84,6 +84,21 @@ def test_item_66_a_row_without_a_target_moves_no_release_at_all(kind, setting):
     assert 0 < good.worst <= 1 + 1e-5
 
 
+@fails_on(31, broken.scaling_looks_whether_it_is_needed)
+def test_item_31_no_value_decides_whether_a_table_is_scaled():
+    """Bounds of -1 and 1 change no number that is within them."""
+    x, _, grades = table()
+    far = x.copy()
+    far[7] = 5.0
+
+    def fit(inputs):
+        model = estimator("ordinal", method="sgld", epochs=1)
+        return model.fit(inputs, np.array(GRADES, object)[grades]).posterior_.model
+
+    result = dpbnn.replay(fit, x, far)
+    assert result.differences == ()
+
+
 def counting():
     model = torch.nn.Linear(2, 1)
     return PointPosterior(model, dpbnn.likelihoods.Poisson(most=50.0))
