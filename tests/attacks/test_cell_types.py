@@ -96,6 +96,7 @@ LABELS = {
     "texts of numbers": (["0", "1"], [0, 1, 1, 0]),
     "codes": (["00", "01"], ["00", "01", "01", "00"]),
     "booleans": ([False, True], [False, True, True, False]),
+    "booleans for numbers": ([0, 1], [False, True, True, False]),
     "texts of booleans": (["True", "False"], [False, True, True, False]),
     "texts": (["a", "b"], ["a", "b", "b", "a"]),
 }

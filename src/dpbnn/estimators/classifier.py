@@ -25,6 +25,8 @@ from dpbnn.privacy.checks import quoted
 
 __all__ = ["PrivateBayesClassifier"]
 
+_TRUTHS = {"false": 0, "true": 1}  # booleans are these numbers
+
 
 class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
     """A Bayesian network for classes, trained under differential privacy.
@@ -315,7 +317,9 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
             places = np.minimum(np.searchsorted(self.classes_, labels), len(self.classes_) - 1)
             return np.where(self.classes_[places] == labels, places, -1)
         known = {label: number for number, label in enumerate(self.classes_.tolist())}
-        texts = with_spellings({str(cell(label)): number for label, number in known.items()})
+        truths = {word: known[value] for word, value in _TRUTHS.items() if value in known}
+        texts = {str(cell(label)): number for label, number in known.items()}
+        texts = {**truths, **with_spellings(texts)}
         found = [_number(known, texts, label) for label in labels.tolist()]
         return np.array(found, dtype=np.int64)
 
