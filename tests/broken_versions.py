@@ -53,8 +53,10 @@ from dpbnn.contributions.dense import ChunkedContributions
 from dpbnn.contributions.outer import Outer
 from dpbnn.contributions.probe import _Probe
 from dpbnn.contributions.recorded import NetworkContributions
+from dpbnn.data import column as columns
 from dpbnn.data import statistics
-from dpbnn.estimators import workspace
+from dpbnn.data import table as tables
+from dpbnn.estimators import classifier, fitting, scaling, workspace
 from dpbnn.likelihoods import Categorical
 from dpbnn.methods.method import Descent, Problem
 from dpbnn.methods.sep import SEPProcess
@@ -1101,6 +1103,14 @@ def a_failed_run_writes_what_it_holds(patch: Patch) -> None:
     around(patch, IterateWriter, "close", lambda original, self, *, drop=False: original(self))
 
 
+def scaling_looks_whether_it_is_needed(patch: Patch) -> None:
+    def scaled(original, self, values, dtype=np.float64):
+        inside = self.standard is None and (abs(values) <= 1).all()
+        return values.astype(dtype) if inside else original(self, values, dtype)
+
+    around(patch, scaling.Scaling, "__call__", scaled)
+
+
 # 33 and 34: state of modules
 
 
@@ -1867,3 +1877,78 @@ def messages_are_rounded_to_float32(patch: Patch) -> None:
         return {name: value.float() for name, value in found.items()}
 
     around(patch, silos.Message, "spread", spread)
+
+
+# 65: cells that change how others are read
+
+
+def booleans_are_numbers_in_whole_columns_alone(patch: Patch) -> None:
+    patch.setattr(columns, "measured", columns.numbers)
+
+
+def dates_are_read_from_texts_alone(patch: Patch) -> None:
+    """Whole numbers such as 20200102 are dates where another cell makes the column one of texts."""
+
+    def days(raw, missing):
+        if isinstance(raw, np.ndarray) and raw.dtype.kind in "biuf":
+            return np.full(len(raw), math.nan), ~np.isnan(np.asarray(raw, dtype=np.float64))
+        return tables.days(raw, missing)
+
+    patch.setattr(columns, "days", days)
+
+
+def labels_are_compared_as_they_come(patch: Patch) -> None:
+    patch.setattr(classifier, "code_of", lambda *_: -1)
+
+
+def texts_of_booleans_are_no_numbers(patch: Patch) -> None:
+    def number(value):
+        try:
+            return float(value)
+        except Exception:
+            return math.nan
+
+    patch.setattr(messages, "_number", number)
+
+
+# 66: rows without a target
+
+
+def whatever_is_finite_is_a_count(patch: Patch) -> None:
+    patch.setattr(release, "CountPredictive", ())
+
+
+def rows_without_a_target_count_in_private_bounds(patch: Patch) -> None:
+    def bounds(original, self):
+        target = self.target
+        everything = dataclasses.replace(target, values=abs(target.values))
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(self, "target", everything)
+            return original(self)
+
+    around(patch, fitting._Fit, "_scaling", bounds)
+
+
+# 67: figures of the training table
+
+
+def figures_of_the_training_table_look_like_others(patch: Patch) -> None:
+    from dpbnn.estimators import pages
+
+    def values(found):
+        return found.evaluation.to_dict()
+
+    patch.setattr(pages, "values_of", values)
+
+
+def targets_keep_their_type(patch: Patch) -> None:
+    """Whole numbers are kept as such, under on_bad_rows="zero"."""
+    from dpbnn.estimators import estimator
+
+    original = estimator.validated
+
+    def validated(*args):
+        found, y = original(*args)
+        return found, y.astype(np.int64)
+
+    patch.setattr(estimator, "validated", validated)

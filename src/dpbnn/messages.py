@@ -8,6 +8,7 @@ caller may ask for more with on_bad_rows="show".
 from __future__ import annotations
 
 import contextlib
+import math
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -163,7 +164,12 @@ def _objects(values: Any) -> np.ndarray:
 
 
 def _number(value: Any) -> float:
+    """Return a cell as a number; texts of booleans too, which are numbers in a column of their own.
+
+    One text among booleans makes pandas read all of them as texts.
+    """
     try:
         return float(value)
     except Exception:  # whatever a cell's own conversion raises
-        return float("nan")
+        known = {"true": 1.0, "false": 0.0}
+        return known.get(value.strip().lower(), math.nan) if isinstance(value, str) else math.nan

@@ -48,7 +48,8 @@ class Run:
 
     It holds manifest.json, schema.toml (with a schema), model/ (the estimator), ledger.jsonl
     (unless the run used another ledger), private.json, and after an evaluation metrics.json and
-    report.html. All but private.json, a fingerprint of the training table, may be given away.
+    report.html. All but private.json, a fingerprint of the training table, may be given away; so
+    may figures in the last two, unless they are those of the training table itself.
 
     Attributes:
         folder: the folder.
@@ -111,7 +112,8 @@ class Run:
         Args:
             table: as in `predict`; it may hold the targets.
             y: test targets, where the table does not hold them.
-            training_table: let the table be the one of the training.
+            training_table: let the table be the one of the training; epsilon does not cover what
+                is computed then, and metrics.json and the page say so.
             **options: of `dpbnn.evaluation.evaluate`.
         """
         return self.tested(table, y, training_table=training_table, **options).evaluation
@@ -166,9 +168,16 @@ class Run:
         """Return predictions, truth and metrics of a test table; see `evaluate`."""
         if self.schema is not None:
             table, y = frames.table_with(self.schema, table, y, "error"), None
-        if not training_table:
-            self._check_test_table(table, y)
-        return pages.tested(self.estimator, table, y, options)
+        trained_on = self._trained_on(table, y)
+        if trained_on and not training_table:
+            raise ValueError(
+                "the table is the one that the run was trained on, so its figures would not "
+                "say how the model does on new records; give other records, or "
+                "training_table=True (--training-table) to evaluate it anyway"
+            )
+        found = pages.tested(self.estimator, table, y, options)
+        raw = training_table and trained_on is not False
+        return dataclasses.replace(found, training_table=raw)
 
     def page(self, evaluation: Any, *, test_data_public: bool = False) -> RunPage:
         """Return the page of the run, without any test record."""
@@ -190,16 +199,11 @@ class Run:
         text = json.dumps(values, indent=2) + "\n"
         replace_file(self.folder / METRICS, lambda path: path.write_text(text))
 
-    def _check_test_table(self, table: Any, y: Any) -> None:
-        """Raise where a table is the very one that the run was trained on."""
+    def _trained_on(self, table: Any, y: Any) -> bool | None:
+        """Return whether a table is the very one of the training; None where nobody knows."""
         path = self.folder / FINGERPRINT
         if not path.is_file():
-            return
+            return None
         known = json.loads(path.read_text())
         x, y = self.estimator._known(table, y)
-        if fingerprint(x, y, bytes.fromhex(known["salt"])) == known["table"]:
-            raise ValueError(
-                "the table is the one that the run was trained on, so its figures would not "
-                "say how the model does on new records; give other records, or "
-                "training_table=True (--training-table) to evaluate it anyway"
-            )
+        return bool(fingerprint(x, y, bytes.fromhex(known["salt"])) == known["table"])

@@ -12,6 +12,7 @@ from scipy.stats import binom
 import dpbnn
 from dpbnn.calibration import ConformalPosterior, conformal, prefix
 from dpbnn.calibration.release import release
+from dpbnn.posteriors import PointPosterior
 from dpbnn.privacy.gate import Gate
 
 
@@ -126,6 +127,17 @@ def test_too_few_records_give_everything():
     assert found.predict_set(data[0]).all()
     posterior, data = reals(15)
     low, high = dpbnn.conformalize(posterior, data, 1.0, 1e-5).predict_interval(data[0])
+    assert (low == -math.inf).all()
+    assert (high == math.inf).all()
+
+
+def test_an_infinite_threshold_holds_everything_also_where_the_model_has_no_doubt():
+    """The rate of a count can be so small that its standard deviation is 0."""
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.constant_(model.bias, -1e4)
+    sure = PointPosterior(model, dpbnn.likelihoods.Poisson())
+    found = ConformalPosterior(sure, math.inf, "regression", 0.1, 0.01, trained(), 10, 0)
+    low, high = found.predict_interval(torch.zeros(3, 1))
     assert (low == -math.inf).all()
     assert (high == math.inf).all()
 

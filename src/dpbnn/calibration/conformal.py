@@ -83,8 +83,8 @@ class ConformalPosterior:
         predictive = self.predict(x)
         if not isinstance(predictive, NumberPredictive):
             raise TypeError("the targets are classes; use predict_set")
-        mean, std = predictive.mean.double(), predictive.std.double()
-        return mean - self.threshold * std, mean + self.threshold * std
+        mean, room = predictive.mean.double(), reach(self.threshold, predictive.std.double())
+        return mean - room, mean + room
 
     def to_dict(self) -> dict[str, Any]:
         """Return the threshold and its record as plain values; the posterior is saved by itself."""
@@ -187,6 +187,11 @@ def conformalize(
     return ConformalPosterior(
         posterior, threshold, task, alpha, beta, budget.statement(gate), samples, seed
     )
+
+
+def reach(threshold: float, std: Tensor) -> Tensor:
+    """Return how far intervals reach; without end where the threshold is, also for std = 0."""
+    return threshold * std if math.isfinite(threshold) else torch.full_like(std, math.inf)
 
 
 def attainable(plan: Plan, alpha: float, beta: float) -> bool:

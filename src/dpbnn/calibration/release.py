@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dpbnn.contributions.dense import ChunkedContributions, DenseContributions
 from dpbnn.messages import as_numbers, check_on_bad_rows, refuse_rows, unquoted
-from dpbnn.predictive import ClassPredictive, Predictive
+from dpbnn.predictive import ClassPredictive, CountPredictive, Predictive
 from dpbnn.predictive.base import NumberPredictive
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
@@ -202,6 +202,9 @@ class Records:
                     f"{list(predictive.mean.shape)}; give one for each"
                 )
             good, expected = y.isfinite(), "targets must be finite, no NaN or infinity"
+            if isinstance(predictive, CountPredictive):
+                good &= (y >= 0) & (y == y.round())
+                expected = "counts must be whole numbers, 0 or more"
         elif not isinstance(predictive, ClassPredictive) or predictive.mean.dim() != 2:
             raise TypeError(
                 f"{type(predictive).__name__} of shape {list(predictive.mean.shape)} was "

@@ -65,7 +65,9 @@ def compare_command(
 
     cells = [(method, epsilon) for method in _names(methods) for epsilon in _budgets(epsilons)]
     if out.exists():
-        raise ValueError(f"{out}: exists already; give another folder")
+        book = out / "ledger.jsonl"
+        more = f", and --ledger {book}, which holds what was spent there" * book.exists()
+        raise ValueError(f"{out}: exists already; give another folder{more}")
     if not out.absolute().parent.is_dir():
         raise ValueError(f"{out}: its parent is not a folder; make that one first")
     with speaker.warnings():
@@ -74,11 +76,10 @@ def compare_command(
         x, _ = schema.encode(table_rows, target=True, on_bad_rows=options["on_bad_rows"])
         tested = read(test, options)
         inputs, _ = schema.encode(tested, target=True, on_bad_rows=options["on_bad_rows"])
-        usable = ~np.isnan(inputs).any(1)
-        if usable.all() and np.array_equal(inputs, x):
+        if np.array_equal(inputs, x, equal_nan=True):
             raise ValueError(f"{test}: is the training table; give other records as --test")
         if options["on_bad_rows"] == "zero":
-            tested = tested.take(usable)
+            tested = tested.take(~np.isnan(inputs).any(1))
         figures = asked(schema.classes or (), tested, group, threshold, positive)
     for method, _ in cells:
         if schema.classes is not None and not METHODS[method].classifies:
@@ -213,6 +214,8 @@ def _budgets(epsilons: str) -> list[float]:
         values = []
     if not values or not all(0 < value < float("inf") for value in values):
         raise ValueError(f"--epsilons {epsilons}: must be numbers above 0, such as 0.5,1,2")
+    if len({f"{value:g}" for value in values}) < len(values):
+        raise ValueError(f"--epsilons {epsilons}: two are alike to six digits; leave one out")
     return values
 
 

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 _PATH = click.Path(path_type=Path)
 _NOTE = "These figures are computed from the test data, which are not protected."
+_RAW = (
+    "These figures are computed from the training table, without noise: epsilon does not cover "
+    "them. Do not give them away."
+)
 
 
 def metric_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,7 +108,7 @@ def evaluate_command(
             f"at least {covered['promised']:.2f} was promised; "
             f"mean size {covered['size'] or math.inf:.4g}"
         )
-    speaker.say(_NOTE)
+    speaker.say(_RAW if found.training_table else _NOTE)
     speaker.say(f"Wrote {opened.folder / METRICS} and {written}.")
     speaker.result({"run": str(run), "report": str(written), **values})
 

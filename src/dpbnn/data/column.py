@@ -17,7 +17,18 @@ import numpy as np
 
 from dpbnn.data import dates
 from dpbnn.data.faults import Fault
-from dpbnn.data.table import MISSING, Held, Table, TableError, cell, codes, days, numbers, shown
+from dpbnn.data.table import (
+    MISSING,
+    Held,
+    Table,
+    TableError,
+    cell,
+    codes,
+    days,
+    measured,
+    numbers,
+    shown,
+)
 
 _RULES = {
     "numeric": ("refuse", "middle", "indicator"),
@@ -215,7 +226,7 @@ class Column:
         return faults
 
     def _numbers(self, raw: Held, missing: frozenset[str]) -> tuple[np.ndarray, list[Fault]]:
-        values, unread = (days if self.date else numbers)(raw, missing)
+        values, unread = (days if self.date else measured)(raw, missing)
         infinite = np.isinf(values)
         if unread is None and not infinite.any():
             return values, []

@@ -46,11 +46,16 @@ def days(texts: Sequence[Any], missing: frozenset[str]) -> tuple[np.ndarray, np.
 
 
 def as_text(values: np.ndarray) -> np.ndarray:
-    """Return an array of datetime64 as ISO texts, None where there is none."""
-    unit = "D" if np.datetime_data(values.dtype)[0] in ("Y", "M", "W", "D") else "s"
-    texts = np.datetime_as_string(values.astype(f"datetime64[{unit}]")).astype(object)
-    texts[np.isnat(values)] = None
-    return texts
+    """Return an array of datetime64 as ISO texts, each as Python writes it; None for none."""
+    unit = "D" if np.datetime_data(values.dtype)[0] in ("Y", "M", "W", "D") else "us"
+    distinct, at = np.unique(values.astype(f"datetime64[{unit}]"), return_inverse=True)
+    texts = [_text(when) for when in distinct.tolist()]
+    return np.array(texts, dtype=object)[at]
+
+
+def _text(when: Any) -> str | None:
+    """Return the text of a date; one beyond the year 9999 is a number, and no date."""
+    return None if when is None else when.isoformat() if hasattr(when, "isoformat") else str(when)
 
 
 def text_of(day: float) -> str:

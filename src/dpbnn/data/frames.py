@@ -134,9 +134,14 @@ def _plain(values: Any) -> Any:
         array = np.empty(len(values), dtype=object)
         for i, value in enumerate(values):
             array[i] = value
-    if array.dtype.kind in "US" and array.ndim == 1:  # NumPy turned numbers into text
-        array = np.array(list(values), dtype=object)
+    if array.ndim == 1 and (array.dtype.kind in "USc" or _has_booleans(array, values)):
+        array = np.array(list(values), dtype=object)  # NumPy turned all into what a few of them are
     return array
+
+
+def _has_booleans(array: np.ndarray, values: Any) -> bool:
+    """Return whether booleans have become numbers."""
+    return array.dtype.kind in "iuf" and any(isinstance(value, bool | np.bool_) for value in values)
 
 
 def _series(series: Any) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 
 from dpbnn.data.draft import TODO
 from dpbnn.data.statistics import private_bounds, signed_log_grid
-from dpbnn.data.table import Table, TableError, numbers
+from dpbnn.data.table import Table, TableError, measured
 from dpbnn.data.target import whole_bounds
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
@@ -130,7 +130,7 @@ def _unknown(values: Any) -> bool:
 
 def _values(table: Table, name: str) -> np.ndarray:
     """Return a column as numbers, with NaN for all that is none."""
-    values, unreadable = numbers(table.column(name), table.missing)
+    values, unreadable = measured(table.column(name), table.missing)
     return values if unreadable is None else np.where(unreadable, np.nan, values)
 
 

@@ -189,11 +189,26 @@ def numbers(raw: Held, missing: frozenset[str] = MISSING) -> tuple[np.ndarray, n
     return values, unreadable if unreadable.any() else None
 
 
+def measured(raw: Held, missing: frozenset[str] = MISSING) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the same as `numbers`, with 1 and 0 for booleans whatever the other cells are.
+
+    A column of booleans alone is one of numbers, and one of texts where a cell is missing.
+    """
+    values, unreadable = numbers(raw, missing)
+    if unreadable is None:
+        return values, None
+    truth = codes(raw, {"false": 0, "true": 1}, missing)
+    values = np.where(unreadable & (truth >= 0), truth, values)
+    unreadable = unreadable & (truth < 0)
+    return values, unreadable if unreadable.any() else None
+
+
 def days(raw: Held, missing: frozenset[str] = MISSING) -> tuple[np.ndarray, np.ndarray | None]:
     """Return a column of dates as days since 1970-01-01, and which values are no dates, if any."""
     if isinstance(raw, np.ndarray) and raw.dtype.kind in "biuf":
-        absent = np.isnan(np.asarray(raw, dtype=np.float64))
-        return np.full(len(raw), math.nan), None if absent.all() else ~absent
+        distinct, at = np.unique(raw, return_inverse=True)
+        values, unreadable = dates.days([cell(value) for value in distinct.tolist()], missing)
+        return values[at], None if unreadable is None else unreadable[at]
     if isinstance(raw, pa.ChunkedArray):
         raw = raw.combine_chunks()
     if isinstance(raw, pa.Array):
@@ -212,16 +227,24 @@ def codes(
     if isinstance(raw, np.ndarray) and raw.dtype.kind in "biuf":
         distinct, positions = np.unique(raw, return_inverse=True)
         texts = [cell(value) for value in distinct.tolist()]
-        own = np.array([_code(text, categories, missing) for text in texts] or [-1], dtype=np.int64)
-        return own[positions]
+        return codes(texts or [None], categories, missing)[positions]
     if isinstance(raw, pa.ChunkedArray):
         return np.concatenate([codes(chunk, categories, missing) for chunk in raw.chunks or [[]]])
     if isinstance(raw, pa.Array):
         own, at = _distinct(raw)
         return codes(own, categories, missing)[at]
-    texts = _list(raw)
-    known = {text: _code(text, categories, missing) for text in set(texts)}
+    texts, spelled = _list(raw), with_spellings(categories)
+    known = {text: code_of(text, spelled, missing) for text in set(texts)}
     return np.fromiter(map(known.__getitem__, texts), np.int64, len(texts))
+
+
+def with_spellings(categories: Mapping[str, int]) -> dict[str, int]:
+    """Return categories with other ways to write them that are none themselves: 1 for 01.
+
+    pandas reads 01 as a number where all cells of the column are numbers, and as text otherwise.
+    """
+    others = {same: code for text, code in categories.items() for same in _spellings(text)}
+    return {**others, **categories}
 
 
 def shown(names: Sequence[str], most: int = 8) -> str:
@@ -345,7 +368,14 @@ def _text(raw: Held, missing: frozenset[str]) -> np.ndarray:
     return np.array([None if v in missing else v for v in _list(raw)], dtype=object)
 
 
-def _code(text: str | None, categories: Mapping[str, int], missing: frozenset[str]) -> int:
+def code_of(text: str | None, categories: Mapping[str, int], missing: frozenset[str]) -> int:
+    """Return the code of a text: -1 where it is missing, -2 where it is not a category.
+
+    Args:
+        text: as `cell` has it.
+        categories: from `with_spellings`.
+        missing: texts that stand for a missing value.
+    """
     if text is None:
         return -1
     if text in categories:

@@ -12,6 +12,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
 from dpbnn.data.schema import Schema
+from dpbnn.data.table import cell, code_of, with_spellings
 from dpbnn.estimators import frames, kinds
 from dpbnn.estimators.estimator import PrivateBayes
 from dpbnn.estimators.fitting import Target
@@ -23,6 +24,8 @@ from dpbnn.predictive import ClassPredictive, Predictive
 from dpbnn.privacy.checks import quoted
 
 __all__ = ["PrivateBayesClassifier"]
+
+_TRUTHS = {"false": 0, "true": 1}  # booleans are these numbers
 
 
 class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
@@ -314,7 +317,10 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
             places = np.minimum(np.searchsorted(self.classes_, labels), len(self.classes_) - 1)
             return np.where(self.classes_[places] == labels, places, -1)
         known = {label: number for number, label in enumerate(self.classes_.tolist())}
-        found = [_number(known, label) for label in labels.tolist()]
+        truths = {word: known[value] for word, value in _TRUTHS.items() if value in known}
+        texts = {str(cell(label)): number for label, number in known.items()}
+        texts = {**truths, **with_spellings(texts)}
+        found = [_number(known, texts, label) for label in labels.tolist()]
         return np.array(found, dtype=np.int64)
 
     def _original(self, predictive: Predictive) -> Predictive:
@@ -326,8 +332,13 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         return target
 
 
-def _number(known: dict[Any, int], label: Any) -> int:
+def _number(known: dict[Any, int], texts: dict[str, int], label: Any) -> int:
+    """Return the position of a label, -1 where it is none.
+
+    It counts by its text too: one text among numbers makes pandas read all labels as texts.
+    """
     try:
-        return known.get(label, -1)
+        found = known.get(label)
+        return max(code_of(cell(label), texts, frozenset()), -1) if found is None else found
     except TypeError:  # a label that cannot be looked up, such as a list
         return -1

@@ -19,7 +19,7 @@ from dpbnn.data.schema import Schema
 from dpbnn.data.standardising import Standardisation
 from dpbnn.estimators import fitting, frames, kinds, pages, recipes, storage
 from dpbnn.estimators.fitting import Target
-from dpbnn.estimators.held_out import BETA, TRAINING, HeldOut
+from dpbnn.estimators.held_out import BETA, HeldOut
 from dpbnn.estimators.images import Scattered
 from dpbnn.estimators.persons import UNIT
 from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, refuse, validated
@@ -365,15 +365,7 @@ class PrivateBayes(BaseEstimator):
         return Scattered(self.n_features_in_) if self.features else None
 
     def _held_out(self, recipe: recipes.Recipe) -> HeldOut:
-        share = self.recalibrate
-        count = kinds.likelihood_of(self) == "poisson"
-        if share == TRAINING and (count or not recipe.tempered):
-            share = None
-        if count and share is not None:
-            raise ValueError(
-                f"recalibrate={share}: counts have no temperature; pass recalibrate=None, and "
-                f"conformal=0.1, say, for intervals that cover"
-            )
+        share = kinds.temperature_of(self, recipe.tempered)
         return HeldOut(share, self.conformal, self._regression, self.on_bad_rows)
 
     @staticmethod

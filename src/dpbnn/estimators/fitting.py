@@ -59,6 +59,11 @@ class Target:
     likelihood: Any
     beside: np.ndarray | None = None
 
+    @property
+    def known(self) -> np.ndarray:
+        """Which rows have a target that can be used; the others contribute nothing to anything."""
+        return self.values >= 0 if self.beside is None else np.isfinite(self.beside).all(1)
+
 
 def train(
     estimator: Fitted,
@@ -289,16 +294,17 @@ class _Fit:
             self.ledger.check(self.plan.events)
         if self.plans.bounds is not None:
             if "bounds" not in self.released:
+                good = self.target.known[self.rows] & np.isfinite(self.x).all(1)
                 found = private_bounds(
-                    self.x.astype(np.float64), plan=self.plans.bounds, ledger=self.ledger,
-                    label="private bounds",
+                    np.where(good[:, None], self.x.astype(np.float64), np.nan),
+                    plan=self.plans.bounds, ledger=self.ledger, label="private bounds",
                 )  # fmt: skip
                 self._keep(bounds=tuple(found))
             return Scaling(*self.released["bounds"])
         if bounds is None or isinstance(bounds, str):
             return Scaling.learned(self.x)
-        names = None if estimator.schema_ is not None else _names(estimator)
-        return parsed_bounds(bounds, self.x.shape[1], names)
+        names = getattr(estimator, "feature_names_in_", None)
+        return parsed_bounds(bounds, self.x.shape[1], None if estimator.schema_ else names)
 
     def _standardised(self, scaling: Scaling) -> Scaling:
         """Return the scaling with its standardisation, which is paid for here."""
@@ -307,11 +313,9 @@ class _Fit:
         if not self.recipe.standardise:
             return scaling
         values, count = scaling(self.x, np.float32), self.x.shape[1]
-        known = None
+        known = torch.from_numpy(self.target.known[self.rows])
         if self.target.beside is not None:
             values = np.concatenate([values, self.target.beside[self.rows]], 1)
-        else:
-            known = torch.from_numpy(self.target.values[self.rows] >= 0)
         if "standard" not in self.released:
             weights = recipes.weights(count, estimator._regression)
             found = recipes.standardisation(
@@ -434,10 +438,6 @@ class _Fit:
             f"Interrupted: {spent}. To go on, fit the same table with the same settings and "
             f"resume=True (--resume) into {self.place.out}: what is paid for is not paid again."
         )
-
-
-def _names(estimator: PrivateBayes) -> Any:
-    return getattr(estimator, "feature_names_in_", None)
 
 
 @contextlib.contextmanager

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dpbnn.estimators import frames
+from dpbnn.estimators.held_out import TRAINING
 from dpbnn.likelihoods import Poisson, ScaledPoisson
 from dpbnn.methods.method import Method
 
 if TYPE_CHECKING:
     from dpbnn.estimators.estimator import PrivateBayes
 
-__all__ = ["Counts", "likelihood_of"]
+__all__ = ["Counts", "likelihood_of", "steepness", "temperature_of"]
 
 _NAMES = {True: ("gaussian", "poisson"), False: ("categorical", "bernoulli", "ordinal")}
 _BY_SCHEMA = {"count": "poisson", "ordinal": "ordinal"}
@@ -60,6 +61,25 @@ def likelihood_of(estimator: PrivateBayes) -> str:
             f"method={named!r}: is not for likelihood={found!r}; pass method='auto' or 'sgld', say"
         )
     return found
+
+
+def temperature_of(estimator: PrivateBayes, tempered: bool) -> Any:
+    """Return how a temperature is found, or None; raise where one is asked for and there is none.
+
+    Args:
+        estimator: its settings `recalibrate` and `likelihood`.
+        tempered: whether training rows decide one by default.
+    """
+    share = estimator.recalibrate
+    count = likelihood_of(estimator) == "poisson"
+    if share == TRAINING and (count or not tempered):
+        return None
+    if count and share is not None:
+        raise ValueError(
+            f"recalibrate={share}: counts have no temperature; pass recalibrate=None, and "
+            f"conformal=0.1, say, for intervals that cover"
+        )
+    return share
 
 
 class Counts:

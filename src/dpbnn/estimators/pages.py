@@ -50,12 +50,15 @@ class Tested:
         truth: class numbers, or targets in their own units.
         evaluation: metrics of the two.
         coverage: how often sets or intervals hold the truth; None without them.
+        training_table: whether the records are those of the training, so that no guarantee covers
+            the figures.
     """
 
     predictive: Predictive
     truth: np.ndarray
     evaluation: Evaluation
     coverage: dict[str, Any] | None
+    training_table: bool = False
 
 
 def names_of(estimator: PrivateBayes) -> tuple[str, ...]:
@@ -89,7 +92,8 @@ def tested(estimator: PrivateBayes, X: Any, y: Any, options: Mapping[str, Any]) 
 def values_of(found: Tested) -> dict[str, Any]:
     """Return the figures as plain values, with the coverage of sets or intervals."""
     covered = {"conformal": found.coverage} if found.coverage else {}
-    return {**found.evaluation.to_dict(), **covered}
+    raw = {"training_table": True} if found.training_table else {}
+    return {**raw, **found.evaluation.to_dict(), **covered}
 
 
 def write(

@@ -340,7 +340,7 @@ def standardisation(
     plan: Plan | None,
     ledger: Ledger,
     owners: Units | None,
-    keep: torch.Tensor | None,
+    keep: torch.Tensor,
 ) -> Standardisation:
     """Return the standardisation of columns in [-1, 1].
 

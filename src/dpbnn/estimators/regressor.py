@@ -11,6 +11,7 @@ from sklearn.base import RegressorMixin
 from sklearn.metrics import r2_score
 from sklearn.utils.validation import column_or_1d
 
+from dpbnn.calibration.conformal import reach
 from dpbnn.data.schema import Schema
 from dpbnn.estimators import frames, kinds
 from dpbnn.estimators.estimator import PrivateBayes
@@ -110,11 +111,11 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         assert isinstance(predictive, NumberPredictive)
         # The promise is for intervals around the mean as it was calibrated: of counts, clipped to
         # the likelihood's range, and before any other clipping.
-        mean, std = predictive.means.mean(0).double(), predictive.std.double()
+        mean, room = predictive.means.mean(0).double(), reach(threshold, predictive.std.double())
         counts = isinstance(predictive, CountPredictive)
         if counts:
             mean = mean.clamp(0.0, self.target_bounds_[1])
-        ends = (mean - threshold * std).cpu().numpy(), (mean + threshold * std).cpu().numpy()
+        ends = (mean - room).cpu().numpy(), (mean + room).cpu().numpy()
         if counts:
             ends = np.floor(ends[0]), np.ceil(ends[1])
         if predictive.bounds is None:

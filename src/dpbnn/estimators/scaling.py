@@ -87,10 +87,10 @@ class Scaling:
         """Return values clipped to the bounds, scaled to [-1, 1], and standardised, or features.
 
         Args:
-            values: the numbers; returned without a copy if scaling changes nothing.
+            values: the numbers; whatever they are, the same is done with them.
             dtype: of the result; it is computed in float64.
         """
-        scaled = values if self._keeps(values, dtype) else self._scaled(values, dtype)
+        scaled = self._scaled(values, dtype)
         return scaled if self.features is None else self.features(scaled)
 
     def _scaled(self, values: np.ndarray, dtype: type) -> np.ndarray:
@@ -109,12 +109,6 @@ class Scaling:
             block[~np.isfinite(part)] = np.nan
             scaled[start : start + step] = block
         return scaled
-
-    def _keeps(self, values: np.ndarray, dtype: type) -> bool:
-        """Return whether scaling would change nothing."""
-        unit = self.standard is None and bool((self.low == -1).all() and (self.high == 1).all())
-        usable = values.dtype == dtype and values.flags.writeable and values.size > 0
-        return unit and usable and bool(values.min() >= -1.0 and values.max() <= 1.0)
 
 
 def as_array(values: Any, name: str = "X") -> Any:
@@ -161,12 +155,12 @@ def validated(
     with in_a_line(f"{cure} nothing", X, numbers, show=show):
         if on_bad_rows != "zero":
             found, y = validate_data(estimator, X, y, y_numeric=regression, **options)
-            return found, y.astype(np.float64) if regression else y
-        found = check_array(as_numbers(X), ensure_all_finite=False, **options)
-        validate_data(estimator, X, skip_check_array=True)  # takes names and number of columns
-        y = column_or_1d(as_numbers(y) if regression else _labels(y), warn=True)
-        check_consistent_length(found, y)
-    return found, y
+        else:
+            found = check_array(as_numbers(X), ensure_all_finite=False, **options)
+            validate_data(estimator, X, skip_check_array=True)  # takes names and number of columns
+            y = column_or_1d(as_numbers(y) if regression else _labels(y), warn=True)
+            check_consistent_length(found, y)
+    return found, y.astype(np.float64) if regression else y
 
 
 def _labels(y: Any) -> Any:

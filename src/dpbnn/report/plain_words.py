@@ -113,8 +113,6 @@ def read(privacy: PrivacyStatement | Mapping[str, Any]) -> Reading:
         assumptions=(
             *(f"Public, not protected: {item}." for item in statement.public),
             f"Noise and sampling: {statement.randomness}.",
-            "Every release is in the run's ledger, and nothing else that depends on the training "
-            "data was published.",
         ),
         uncovered=_uncovered(statement),
         caveats=tuple(_sentence(caveat) for caveat in statement.caveats),

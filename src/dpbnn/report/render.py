@@ -42,6 +42,7 @@ def render(page: RunPage) -> str:
     reading = read(page.privacy)
     evaluation = figures.plain(page.evaluation)
     shown = figures.evaluation_charts(evaluation) if evaluation else []
+    raw = bool(evaluation and evaluation.get("training_table"))
     parts = {
         "title": page.title,
         "subtitle": _subtitle(page, evaluation, reading.counted),
@@ -54,6 +55,7 @@ def render(page: RunPage) -> str:
         **hero(reading),
         "bayesian": _bayesian(figures.plain(page.bayesian)),
         "evaluation": _evaluation(evaluation),
+        "raw": raw,
         "charts": shown,
         "coverage_table": figures.coverage_rows(evaluation) if evaluation else [],
         "band": _band(page.band, page.test_data_public),
@@ -76,7 +78,10 @@ def write(page: RunPage, path: str | os.PathLike[str]) -> Path:
 
 
 def _subtitle(page: RunPage, evaluation: Mapping[str, Any] | None, counted: str) -> str:
-    kind = f"{evaluation['task']} on {evaluation['n']} test records" if evaluation else ""
+    kind = ""
+    if evaluation:
+        records = "training" if evaluation.get("training_table") else "test"
+        kind = f"{evaluation['task']} on {evaluation['n']} {records} records"
     rows = ", ".join(f"{count} {counted} for {use}" for use, count in page.rows.items())
     return " · ".join(part for part in (page.created, rows, kind) if part)
 
