@@ -70,6 +70,8 @@ def account_command(ledger: Path, delta: float | None, repair: bool, as_json: bo
       dpbnn account run/ledger.jsonl --delta 1e-5
       dpbnn account --repair run/ledger.jsonl
     """
+    if (ledger / "ledger.jsonl").is_file():
+        ledger = ledger / "ledger.jsonl"
     if not ledger.is_file() and not (repair and ledger.with_name(f"{ledger.name}.head").is_file()):
         raise ValueError(
             f"{ledger}: no such file; give the path of a ledger that a run has written"

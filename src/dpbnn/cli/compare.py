@@ -92,15 +92,18 @@ def compare_command(
     plans = [planned(estimator, *x.shape, classes, persons) for estimator in estimators]
     total = dpbnn.compose(*plans)
     whose = f" of {persons.count} {persons.unit}s" if persons.count else ""
-    speaker.say(f"{table}: {len(x)} rows{whose}; {len(cells)} runs: {_shown(cells)}.")
+    speaker.say(
+        f"{table}: {len(x)} rows{whose}; {len(cells)} run{'s' * (len(cells) != 1)}: "
+        f"{_shown(cells)}."
+    )
     speaker.say(
         f"Together they spend epsilon {round_up(total.epsilon)} at delta {total.delta:g} "
         f"(composed by {total.accountant})."
     )
     if not yes:
         raise ValueError(
-            f"--yes: missing; all {len(cells)} runs would spend epsilon {round_up(total.epsilon)} "
-            f"at delta {total.delta:g}, add --yes to continue"
+            f"--yes: missing; what is asked for spends epsilon {round_up(total.epsilon)} at delta "
+            f"{total.delta:g}; add --yes to continue"
         )
     if ledger is not None and ledger.exists():
         dpbnn.Ledger(ledger).check(total.events)

@@ -52,7 +52,7 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--clip", type=float, help="Largest norm of one row's gradient."),
         click.option("--samples", type=int, default=100, show_default=True,
                      help="Posterior samples in a prediction."),
-        click.option("--seed", type=int, default=0, show_default=True,
+        click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True,
                      help="Of initialisation and prediction; noise has none."),
         click.option("--device", help="cpu or cuda [default: cpu]."),
         click.option("--ledger", type=_PATH, help="Spend from this ledger and its budget."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,8 @@ def _described(path: Path, target: str, task: str | None) -> dict[str, Any]:
         lines = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: is not valid TOML: {error}; correct that line") from None
+    if isinstance(lines.get("target"), dict):
+        raise ValueError(f"{path}: is a whole schema; give it as --schema, without --target")
     if target not in lines:
         raise ValueError(
             f"{path}: has no line for the target {target!r}; add its classes, as in {target} = "
@@ -219,8 +222,8 @@ def bounds_command(
     rows = read(table, options)
     if out.exists():
         raise ValueError(f"{out}: exists already; give another file")
-    if not out.absolute().parent.is_dir():
-        raise ValueError(f"{out}: its parent is not a folder; make that one first")
+    if not os.access(out.absolute().parent, os.W_OK):
+        raise ValueError(f"{out}: its parent is no folder that can be written; make that one first")
     new = not ledger.exists()
     if budget is not None and not new:
         raise ValueError(f"--budget: {ledger} has its own budget; leave the option out")

@@ -338,10 +338,11 @@ class Schema:
             seen.update(code[~bad_rows(len(code), faults)].tolist())
             if len(seen) > 1:
                 return
-        raise TableError(
-            f"{table.source}: target {self.target.name!r} has one class in every row; training "
-            f"needs rows of 2 classes or more"
-        )
+        if seen:
+            raise TableError(
+                f"{table.source}: target {self.target.name!r} has one class in every row; training "
+                f"needs rows of 2 classes or more"
+            )
 
 
 def unit_labels(table: Table, name: str) -> np.ndarray:

@@ -20,7 +20,7 @@ from dpbnn.likelihoods import Bernoulli, Categorical, Ordinal
 from dpbnn.likelihoods.classes import checked_weights
 from dpbnn.messages import SHOWN
 from dpbnn.predictive import ClassPredictive, Predictive
-from dpbnn.privacy.checks import quoted
+from dpbnn.privacy.checks import check_positive, quoted
 
 __all__ = ["PrivateBayesClassifier"]
 
@@ -282,6 +282,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
             raise ValueError(
                 "class_weight: is not for methods that model the noise; pass method='sgd', say"
             )
+        check_positive(**{f"class_weight[{label!r}]": weight for label, weight in given.items()})
         return recipe.weights(checked_weights(given.get(label, 1.0) for label in known))
 
     def _declared_target(self, y: np.ndarray, schema: Schema) -> Target:

@@ -402,7 +402,8 @@ class PrivateBayes(BaseEstimator):
         check_positive(**{name: getattr(self, name) for name in names})
         check_count(samples=0 if self.samples is None else self.samples)
         check_count(0, tuning_runs=self.tuning_runs)
-        fit_arguments.check_kinds(prior=self.prior, device=self.device)
+        book = None if isinstance(self.ledger, str | os.PathLike) else self.ledger
+        fit_arguments.check_kinds(prior=self.prior, device=self.device, ledger=book)
         if self.features not in (None, "scattering"):
             raise ValueError(f"features={quoted(self.features)}: must be None or 'scattering'")
         if self.features and self.schema is not None:

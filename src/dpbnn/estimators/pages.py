@@ -79,6 +79,8 @@ def tested(estimator: PrivateBayes, X: Any, y: Any, options: Mapping[str, Any]) 
     if estimator.schema_ is not None:
         X = frames.table_with(estimator.schema_, X, y, "error")  # read a file once
         y = None
+    elif y is None:
+        raise ValueError("y: missing; pass the true targets of the test records")
     predictive = estimator.predicted(estimator.inputs(X))
     truth = estimator._truth(X, y)
     named = {} if estimator._regression else {"classes": names_of(estimator)}

@@ -58,6 +58,11 @@ class Persons:
         owners = Units.of(labels, None, unit=unit, most=most, on_bad_rows=on_bad_rows)
         if len(owners.order) != rows:
             raise ValueError(f"units: give one label for each of the {rows} rows")
+        if len(owners) < 2:
+            raise ValueError(
+                f"units: all rows are of one {unit}, and training needs 2 or more; give labels "
+                f"that tell them apart, or leave units out"
+            )
         return cls(labels, owners, unit, most)
 
     @classmethod

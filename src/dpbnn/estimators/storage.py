@@ -19,6 +19,7 @@ import numpy as np
 from dpbnn import methods, priors, training
 from dpbnn.data.schema import Schema
 from dpbnn.estimators import frames
+from dpbnn.fit_arguments import check_kinds
 from dpbnn.posteriors import Posterior
 from dpbnn.posteriors.folder import write as write_posterior
 from dpbnn.privacy.ledger import Ledger
@@ -129,6 +130,7 @@ def opened(cls: type, folder: Path, device: str) -> tuple[Any, Manifest]:
 
     Folders of estimators that earlier versions wrote have no run around them.
     """
+    check_kinds(device=device)
     origin = "an estimator's save or 'dpbnn fit'"
     if format_of(folder) == FORMAT:
         return _model(cls, folder, device)
