@@ -30,7 +30,7 @@ _PATH = click.Path(path_type=Path)
 @table_options
 @click.option("--methods", default="sgld,bbp", show_default=True, help="Names, with commas.")
 @click.option("--epsilons", required=True, help="Budgets of single runs, such as 0.5,1,2.")
-@click.option("--test", type=_PATH, required=True, help="The table that all are evaluated on.")
+@click.option("--test", type=_PATH, required=True, help="The test table, for all runs.")
 @metric_options
 @training_options
 @click.option("--out", type=_PATH, required=True, help="The folder to be made: a run directory "

@@ -187,7 +187,7 @@ def check_command(table: Path, schema: Path, show_values: bool, **options: Any) 
 @click.option("--epsilon", type=float, required=True, help="What the bounds cost, such as 0.1.")
 @click.option("--delta", type=float, help="Delta [default: the ledger's, or min(1e-5, 1/(10 n))].")
 @click.option("--ledger", type=click.Path(path_type=Path), required=True,
-              help="What pays; training must go on with it.")  # fmt: skip
+              help="The ledger that pays; training must use it too.")  # fmt: skip
 @click.option("--budget", type=float, help="Epsilon that a new ledger allows, for the bounds and "
               "all that follows [default: no limit].")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The new schema.")

@@ -260,7 +260,9 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         stated = None if self.schema_ is None else self.schema_.target.weights
         if stated is not None:
             if given is not None:
-                raise ValueError("class_weight: the schema states weights; leave one of both out")
+                raise ValueError(
+                    "class_weight: the schema states weights; leave one of the two out"
+                )
             given = dict(zip(classes.tolist(), stated, strict=True))
         if given is None:
             return None

@@ -92,7 +92,7 @@ def train(
     estimator._check_settings()
     if out is None:
         if resume or overwrite:
-            raise ValueError("resume and overwrite: go with out=, the folder of the run")
+            raise ValueError("resume and overwrite: need out=, the folder of the run")
         x, target, _ = estimator._table(X, y)
         persons = Persons.of_fit(estimator, X, len(x), units, unit, max_records)
         _Fit(estimator, x, target, persons, None).run({})

@@ -82,7 +82,9 @@ class Persons:
         if estimator.schema_ is not None and estimator.schema_.unit:
             table = frames.table_with(estimator.schema_, X, None, estimator.on_bad_rows)
             if labels is not None:
-                raise ValueError("units: the schema names a column for them; leave one of both out")
+                raise ValueError(
+                    "units: the schema names a column for them; leave one of the two out"
+                )
             labels, unit = estimator.schema_.units(table), unit_name(estimator.schema_.unit)
         return cls.of(labels, unit, rows, estimator.on_bad_rows, most)
 

@@ -267,7 +267,7 @@ def parsed_bounds(
     if isinstance(bounds, Mapping):
         if names is None:
             raise ValueError(
-                f"{argument}: a mapping goes with columns that have names; pass a data frame, or "
+                f"{argument}: a mapping needs columns that have names; pass a data frame, or "
                 f"(low, high) arrays with one value per column"
             )
         missing = [name for name in names if name not in bounds]

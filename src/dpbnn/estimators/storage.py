@@ -24,6 +24,7 @@ from dpbnn.posteriors import Posterior
 from dpbnn.posteriors.folder import write as write_posterior
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan, open_plan
+from dpbnn.report.template import short
 from dpbnn.storage import (
     Manifest,
     format_of,
@@ -108,7 +109,7 @@ def plain_params(estimator: PrivateBayes) -> dict[str, Any]:
 def settings_of(estimator: PrivateBayes) -> dict[str, Any]:
     """Return the settings that were given, for people: numbers and texts."""
     return {
-        name: value if isinstance(value, str | int | float) else str(value)
+        name: value if isinstance(value, str | int | float) else short(value) or "none"
         for name, value in estimator.get_params(deep=False).items()
         if value is not None and name not in _NO_SETTING
     }
