@@ -80,6 +80,13 @@ def _name(path: Path) -> str:
     return f"tutorials/{path.stem}" if path.suffix == ".ipynb" else path.stem
 
 
+def page_of(path: Path) -> str:
+    """Return a file as HTML, with its links as the file has them."""
+    text = notebook(path) if path.suffix == ".ipynb" else path.read_text(encoding="utf-8")
+    page = MarkdownIt("commonmark", {"highlight": _code}).enable("table").render(text)
+    return _anchors(page)
+
+
 def rendered(path: Path, names: dict[Path, str]) -> str:
     """Return a file's page as HTML.
 
@@ -87,8 +94,6 @@ def rendered(path: Path, names: dict[Path, str]) -> str:
         path: of a Markdown file or a notebook.
         names: of all pages, by their file.
     """
-    text = notebook(path) if path.suffix == ".ipynb" else path.read_text(encoding="utf-8")
-    page = MarkdownIt("commonmark", {"highlight": _code}).enable("table").render(text)
     here = Path(names[path]).parent
 
     def link(match: re.Match[str]) -> str:
@@ -102,7 +107,7 @@ def rendered(path: Path, names: dict[Path, str]) -> str:
             return match[0]
         return f'{match[1]}="{os.path.relpath(to, here)}{mark}{anchor}"'
 
-    return _anchors(re.sub(r'(href|src)="(?!\w+:)([^"]*)"', link, page))
+    return re.sub(r'(href|src)="(?!\w+:)([^"]*)"', link, page_of(path))
 
 
 def notebook(path: Path) -> str:
@@ -113,10 +118,8 @@ def notebook(path: Path) -> str:
     return "\n\n".join(parts)
 
 
-def main() -> None:
-    """Write the site."""
-    out = Path(sys.argv[1])
-    shutil.rmtree(out, ignore_errors=True)
+def write(out: Path) -> None:
+    """Write the guides and the tutorials, with their pictures, into a folder."""
     (out / "tutorials").mkdir(parents=True)
     names = files()
     pages = {name: rendered(path, names) for path, name in names.items()}
@@ -136,6 +139,13 @@ def main() -> None:
             target = out / picture.relative_to(ROOT / "docs")
             target.parent.mkdir(exist_ok=True)
             shutil.copy(picture, target)
+
+
+def main() -> None:
+    """Write the site."""
+    out = Path(sys.argv[1])
+    shutil.rmtree(out, ignore_errors=True)
+    write(out)
     command = [
         sys.executable,
         "-m",

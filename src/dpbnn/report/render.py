@@ -21,7 +21,7 @@ _NOT_PUBLIC = (
 )
 _BASELINES = {
     "classification": "gives every record the shares of the classes among these test records",
-    "regression": "gives every record mean and variance of the targets of these test records",
+    "regression": "gives every record the mean and the variance of the targets of these records",
 }
 _CHAIN_FACTS = ("chains", "draws", "functions", "clip", "temperature")
 _CHAIN_ROWS = (
