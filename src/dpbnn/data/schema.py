@@ -156,7 +156,7 @@ class Schema:
     def learned(cls, table: Any, target: str, task: str | None = None) -> Schema:
         """Return a schema with bounds and categories read from the data: NOT PRIVATE.
 
-        The result has `public=False`; private training must refuse it.
+        The result has `public=False`; private training refuses it.
 
         Args:
             table: a table, or what `as_table` takes.
