@@ -137,15 +137,14 @@ def read(privacy: PrivacyStatement | Mapping[str, Any]) -> Reading:
 
 def _protects(statement: PrivacyStatement) -> str:
     unit = statement.unit
-    if statement.unit_name != "record":
-        unit = f"{unit}, with all records,"
+    whole = "" if statement.unit_name == "record" else ", with all records,"
     bound = "about" if statement.accountant == "gdp-clt" else "at most"
     factor = "e^epsilon"
     if statement.epsilon < 20:
         factor += f" = {round_up(math.exp(statement.epsilon), 3)}"
     event = {
-        Relation.ZERO_OUT: f"{unit} of the training data was used or left blank",
-        Relation.ADD_REMOVE: f"{unit} was in the training data or not",
+        Relation.ZERO_OUT: f"{unit} of the training data{whole} was used or left blank",
+        Relation.ADD_REMOVE: f"{unit}{whole} was in the training data or not",
         Relation.REPLACE_ONE: f"{unit} of the training data was this one or any other",
     }[statement.relation or Relation.ZERO_OUT]
     return (
