@@ -42,6 +42,7 @@ pre {{ overflow-x: auto; padding: .7rem; border: 1px solid #8884; font-size: .85
 table {{ display: block; overflow-x: auto; border-collapse: collapse; font-size: .9em; }}
 th, td {{ border: 1px solid #8886; padding: .2rem .5rem; text-align: left; }}
 img {{ max-width: 100%; }}
+@media (max-width: 48rem) {{ nav {{ order: 2; flex-basis: auto; }} }}
 {style}
 </style></head><body><nav>{links}</nav><main>{body}</main></body></html>
 """
@@ -127,7 +128,10 @@ def write(out: Path) -> None:
         name: re.sub(r"<[^>]+>", "", match[1]) if (match := _FIRST.search(page)) else name
         for name, page in pages.items()
     }
-    style = HtmlFormatter().get_style_defs("pre")
+    dark = HtmlFormatter(style="github-dark").get_style_defs("pre")
+    style = (
+        f"{HtmlFormatter().get_style_defs('pre')} @media (prefers-color-scheme: dark) {{{dark}}}"
+    )
     for name, body in pages.items():
         up = "../" * name.count("/")
         links = "".join(f'<a href="{up}{n}.html">{title}</a>' for n, title in titles.items())
