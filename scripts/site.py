@@ -42,6 +42,7 @@ pre {{ overflow-x: auto; padding: .7rem; border: 1px solid #8884; font-size: .85
 table {{ display: block; overflow-x: auto; border-collapse: collapse; font-size: .9em; }}
 th, td {{ border: 1px solid #8886; padding: .2rem .5rem; text-align: left; }}
 img {{ max-width: 100%; }}
+@media (max-width: 48rem) {{ nav {{ order: 2; flex-basis: auto; }} }}
 {style}
 </style></head><body><nav>{links}</nav><main>{body}</main></body></html>
 """
@@ -80,6 +81,13 @@ def _name(path: Path) -> str:
     return f"tutorials/{path.stem}" if path.suffix == ".ipynb" else path.stem
 
 
+def page_of(path: Path) -> str:
+    """Return a file as HTML, with its links as the file has them."""
+    text = notebook(path) if path.suffix == ".ipynb" else path.read_text(encoding="utf-8")
+    page = MarkdownIt("commonmark", {"highlight": _code}).enable("table").render(text)
+    return _anchors(page)
+
+
 def rendered(path: Path, names: dict[Path, str]) -> str:
     """Return a file's page as HTML.
 
@@ -87,8 +95,6 @@ def rendered(path: Path, names: dict[Path, str]) -> str:
         path: of a Markdown file or a notebook.
         names: of all pages, by their file.
     """
-    text = notebook(path) if path.suffix == ".ipynb" else path.read_text(encoding="utf-8")
-    page = MarkdownIt("commonmark", {"highlight": _code}).enable("table").render(text)
     here = Path(names[path]).parent
 
     def link(match: re.Match[str]) -> str:
@@ -102,7 +108,7 @@ def rendered(path: Path, names: dict[Path, str]) -> str:
             return match[0]
         return f'{match[1]}="{os.path.relpath(to, here)}{mark}{anchor}"'
 
-    return _anchors(re.sub(r'(href|src)="(?!\w+:)([^"]*)"', link, page))
+    return re.sub(r'(href|src)="(?!\w+:)([^"]*)"', link, page_of(path))
 
 
 def notebook(path: Path) -> str:
@@ -113,10 +119,8 @@ def notebook(path: Path) -> str:
     return "\n\n".join(parts)
 
 
-def main() -> None:
-    """Write the site."""
-    out = Path(sys.argv[1])
-    shutil.rmtree(out, ignore_errors=True)
+def write(out: Path) -> None:
+    """Write the guides and the tutorials, with their pictures, into a folder."""
     (out / "tutorials").mkdir(parents=True)
     names = files()
     pages = {name: rendered(path, names) for path, name in names.items()}
@@ -124,7 +128,10 @@ def main() -> None:
         name: re.sub(r"<[^>]+>", "", match[1]) if (match := _FIRST.search(page)) else name
         for name, page in pages.items()
     }
-    style = HtmlFormatter().get_style_defs("pre")
+    dark = HtmlFormatter(style="github-dark").get_style_defs("pre")
+    style = (
+        f"{HtmlFormatter().get_style_defs('pre')} @media (prefers-color-scheme: dark) {{{dark}}}"
+    )
     for name, body in pages.items():
         up = "../" * name.count("/")
         links = "".join(f'<a href="{up}{n}.html">{title}</a>' for n, title in titles.items())
@@ -136,6 +143,13 @@ def main() -> None:
             target = out / picture.relative_to(ROOT / "docs")
             target.parent.mkdir(exist_ok=True)
             shutil.copy(picture, target)
+
+
+def main() -> None:
+    """Write the site."""
+    out = Path(sys.argv[1])
+    shutil.rmtree(out, ignore_errors=True)
+    write(out)
     command = [
         sys.executable,
         "-m",

@@ -214,7 +214,7 @@ def test_bounds_are_learned_and_training_goes_on_with_their_ledger(capsys, large
     for more in ((), ("--ledger", "other.jsonl"), ("--ledger", "new.jsonl")):
         code, _, err = run(capsys, *common, "--epsilon", "0.5", "--out", "run", *more)
         assert code == 2
-        assert "learned privately from another ledger" in err
+        assert "learned privately and paid for by another ledger" in err
         assert not (large / "run").exists()
     assert not (large / "new.jsonl").exists()
     code, _, err = run(

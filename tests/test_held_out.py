@@ -315,7 +315,9 @@ def test_the_command_line_from_csv_to_csv(capsys, tmp_path, made):
         ]
     assert np.mean(held) > 0.7
     code, out, _ = run(capsys, "evaluate", tmp_path / "run", test)
-    assert f"truth for a share of {np.mean(held):.4f}; at least 0.79 was promised" in out
+    assert (
+        f"truth for {100 * np.mean(held):.1f} % of the records; at least 79 % was promised" in out
+    )
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["conformal"]["observed"] == pytest.approx(np.mean(held))
     for _ in range(2):

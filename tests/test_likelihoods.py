@@ -221,7 +221,7 @@ def test_they_train_save_load_and_refuse_bad_rows(name, tmp_path):
         wrong = y.clone()
         wrong[3] = torch.tensor(value)
         ledger = dpbnn.Ledger()
-        with pytest.raises(ValueError, match="1 rows cannot be used"):
+        with pytest.raises(ValueError, match="1 row cannot be used"):
             fit(wrong, ledger=ledger)
         assert ledger.releases == 0
         assert fit(wrong, on_bad_rows="zero").privacy.private

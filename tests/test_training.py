@@ -209,14 +209,14 @@ def with_label(value):
 
 
 BAD = [
-    (with_nan(), {"on_bad_rows": "show"}, r"1 rows cannot be used, the first ones \[3\]"),
+    (with_nan(), {"on_bad_rows": "show"}, r"1 row cannot be used, the first ones \[3\]"),
     (
         with_label(3),
         {"on_bad_rows": "show"},
         r"first ones \[5\]: labels must be whole numbers from 0 to 2",
     ),
     (with_label(-1), {"on_bad_rows": "show"}, r"first ones \[5\]"),
-    (with_label(-1), {}, "1 rows cannot be used: labels must be whole numbers from 0 to 2"),
+    (with_label(-1), {}, "1 row cannot be used: labels must be whole numbers from 0 to 2"),
     ((dataset()[0][:-1], dataset()[1]), {}, "plan with n=39"),
     ((torch.randn(N, 9), dataset()[1]), {}, r"inputs of shape \(9,\)"),
     ((dataset()[0], torch.randn(N, 2)), {"likelihood": "gaussian"}, "targets have 2 columns"),

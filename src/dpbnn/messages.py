@@ -118,6 +118,7 @@ def refuse_rows(
     if not count:
         return
     number = f"{count}{' or more' if count == most else ''}" if counted or show else "some"
+    what = what.removesuffix("s") if number == "1" else what
     named, cure = "", "pass on_bad_rows='show' to see which, or 'zero'"
     if show:
         named = f", the first ones {bad.nonzero()[:SHOWN, 0].tolist()}"

@@ -151,9 +151,10 @@ def read_manifest(folder: Path, format: str, origin: str) -> Manifest:
         path = folder / _FIRST
     try:
         manifest = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            errno.ENOENT, f"no {MANIFEST}: pass a folder written by {origin}", str(folder)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        problem = f"no {MANIFEST}" if isinstance(error, FileNotFoundError) else "is a file"
+        raise type(error)(
+            error.errno, f"{problem}: pass a folder written by {origin}", str(folder)
         ) from None
     except ValueError as error:
         raise ValueError(f"{path} cannot be read ({error}); save it again.") from None

@@ -65,7 +65,8 @@ class Units:
         show, zero = on_bad_rows == "show", on_bad_rows == "zero"
         if not zero:
             refuse_rows(
-                missing, f"they do not say which {unit} they are of", show=show, what="records",
+                missing, f"no label says which {unit} they belong to", show=show,
+                what="records",
                 counted=n is not None,
             )  # fmt: skip
         own = whose[~missing]
@@ -86,8 +87,8 @@ class Units:
             beyond = place >= most
             if not zero:
                 refuse_rows(
-                    beyond, f"a {unit} may have max_records={most}", show=show, what="records",
-                    counted=n is not None,
+                    beyond, f"their {unit} has more records than max_records={most}", show=show,
+                    what="records", counted=n is not None,
                 )  # fmt: skip
             else:
                 assert kept is not None

@@ -363,7 +363,7 @@ def fitted_plan():
 def test_records_that_are_nobodys_are_refused_or_contribute_nothing(missing):
     labels = [*IDS]
     labels[MANY] = missing
-    with pytest.raises(ValueError, match="1 records cannot be used: they do not say which person"):
+    with pytest.raises(ValueError, match="1 record cannot be used: no label says which person"):
         fitted(units=labels)
     assert fitted(units=labels, on_bad_rows="zero").privacy.private
     assert not Units.of(labels, N, on_bad_rows="zero").kept[MANY]
@@ -397,7 +397,7 @@ def test_a_label_in_a_table_does_not_depend_on_the_labels_of_others():
 
 
 def test_a_public_number_of_records_bounds_those_that_count():
-    with pytest.raises(ValueError, match="a person may have max_records=5"):
+    with pytest.raises(ValueError, match="their person has more records than max_records=5"):
         fitted(max_records=5)
     units = Units.of(IDS, N, most=5, on_bad_rows="zero")
     counts = np.unique(np.array(IDS)[units.kept.numpy()], return_counts=True)[1]

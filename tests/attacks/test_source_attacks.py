@@ -136,7 +136,7 @@ def test_item_59_the_shape_of_one_record_decides_about_no_other():
 
 def test_item_59_a_record_that_cannot_be_loaded_is_counted_and_not_quoted():
     ledger = dpbnn.Ledger()
-    with pytest.raises(ValueError, match=r"^1 rows cannot be used: records must load") as caught:
+    with pytest.raises(ValueError, match=r"^1 row cannot be used: records must load") as caught:
         fit(Fails(), ledger=ledger)
     assert str(SECRET) not in quoted(caught.value)
     assert ledger.releases == 0

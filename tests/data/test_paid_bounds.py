@@ -126,7 +126,7 @@ def test_item_50_a_schema_belongs_to_the_ledger_that_paid(tmp_path):
     other = dpbnn.Ledger(tmp_path / "b.jsonl", epsilon=1.0, delta=1e-5)
     learned(ledger=other)
     for wrong in (other, dpbnn.Ledger(tmp_path / "old.jsonl"), dpbnn.Ledger(), None):
-        with pytest.raises(ValueError, match="learned privately from another ledger"):
+        with pytest.raises(ValueError, match="learned privately and paid for by another ledger"):
             schema.private_bounds.check(wrong)
 
 

@@ -175,12 +175,12 @@ def test_words_say_what_the_stored_networks_are():
     assert not path.mixed
     assert path.median["rhat"] > 1.1
     assert "The 100 stored networks are points near the end of one training path" in path.meaning[0]
-    assert "They are worth about" in path.meaning[0]
-    assert path.meaning[-1] == "A longer chain would be worth more."
+    assert "Together they tell as much as" in path.meaning[0]
+    assert path.meaning[-1] == "A longer chain would tell more."
     clipped = dataclasses.replace(path, clip=1.5)
     assert clipped.meaning[-1].startswith("Epsilon does not depend on mixing")
     assert path.to_dict()["meaning"] == list(path.meaning)
     assert "training path" in str(path)
     still = ev.chain_diagnostics(np.ones((2, 10, 2)))
     assert not still.mixed
-    assert "worth" not in still.meaning[0]
+    assert "tell as much" not in still.meaning[0]

@@ -82,7 +82,7 @@ def test_a_count_too_large_for_the_network_is_a_bad_row():
     x, y = counts()
     y = y.double()
     y[17] = 1e300
-    with pytest.raises(ValueError, match="1 rows cannot be used: inputs and targets must be fin"):
+    with pytest.raises(ValueError, match="1 row cannot be used: inputs and targets must be fin"):
         fit((x, y))
     assert fit((x, y), on_bad_rows="zero").privacy.private
 
@@ -138,7 +138,7 @@ def test_a_subclass_is_tried_on_every_row():
     assert not Strict.never_raises
     x, y = counts()
     y[17] = 5000.0
-    with pytest.raises(ValueError, match="1 rows cannot be used: the network or the likelihood"):
+    with pytest.raises(ValueError, match="1 row cannot be used: the network or the likelihood"):
         fit((x, y), likelihood=Strict())
     assert fit((x, y), likelihood=Strict(), on_bad_rows="zero").privacy.private
 

@@ -474,7 +474,7 @@ class TestBadInput:
         ledger = dpbnn.Ledger()
         y = torch.randn(20)
         y[3] = math.inf
-        with pytest.raises(ValueError, match="1 rows cannot be used"):
+        with pytest.raises(ValueError, match="1 row cannot be used"):
             self.fit(torch.randn(20, 3), y, ledger=ledger)
         with pytest.raises(ValueError, match="1 is Tanh"):
             dpbnn.fit(

@@ -240,7 +240,7 @@ def test_caveats_say_what_the_posterior_leaves_out():
     free = dpbnn.open_plan(n=100, steps=100, sampling="full-batch")
     prior = dpbnn.Gaussian(1.0)
     for method in (dpbnn.VI(), dpbnn.BBP(), dpbnn.SGD(), dpbnn.MCDropout(), dpbnn.SEP()):
-        assert "leaves privacy noise and clip out" in method.caveats(plan, prior)[0]
+        assert "leaves out the privacy noise and the clip" in method.caveats(plan, prior)[0]
         assert method.caveats(free, prior) == ()
     assert dpbnn.NoiseAware().caveats(plan, prior) == ()
     slow, fast = dpbnn.SGLD(learning_rate=1e-3), dpbnn.SGLD(learning_rate=0.02)

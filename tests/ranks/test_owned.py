@@ -120,7 +120,7 @@ def test_bad_rows_of_an_owner_contribute_nothing():
     check_one_run(alone, owned, 1e-5)
     errors = together(2, lambda r: fit(data=own(r, UNEVEN[2], data=(x, y))))
     assert "rank 1 has refused its data" in str(errors[0])
-    assert "1 rows cannot be used" in str(errors[1]), errors[1]
+    assert "1 row cannot be used" in str(errors[1]), errors[1]
 
 
 @fails_on(63, broken.owners_begin_at_the_same_number, name="sgd")

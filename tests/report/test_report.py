@@ -204,6 +204,27 @@ class TestPrivacy:
             assert float(percent_up(share)[:-2]) >= 100 * share - 1e-6
         assert percent_up(0.99951).startswith("99.96")
 
+    @pytest.mark.parametrize(
+        ("delta", "shown", "full"),
+        [(1e-5, "1e-5", "1e-5"), (1 / 325610, "3.1e-6", "3.07116e-6"), (0.0304, "0.031", "0.0304")],
+    )
+    def test_delta_has_two_digits_and_is_never_rounded_down(self, delta, shown, full):
+        found = read(statement(1.0, delta=delta))
+        assert (found.delta, found.full_delta) == (shown, full)
+        assert f"except with probability {shown}, the run" in found.odds_of_failure
+        page = report.render(class_page(privacy=statement(1.0, delta=delta)))
+        assert f"<dd>{shown}</dd>" in page
+        assert f"--delta {full}</code>" in page
+        for text in (shown, full):
+            assert float(text) >= delta * (1 - 1e-8)
+
+    @pytest.mark.parametrize(("unit", "words"), [
+        ("one record", "Whether one record of the training data was used"),
+        ("one patient", "Whether one patient of the training data, with all records, was used"),
+    ])  # fmt: skip
+    def test_a_person_is_protected_with_all_records(self, unit, words):
+        assert read(statement(1.0, unit=unit)).protects.startswith(words)
+
     def test_a_statement_and_its_dict_give_the_same_page(self):
         given = statement(2.0, tuning_runs=3)
         loaded = json.loads(json.dumps(given.to_dict()))

@@ -143,6 +143,12 @@ def test_a_constant_prediction_can_be_drawn():
     ET.fromstring(charts.real_draws(np.zeros(4), 0.0, 0.0))
     ET.fromstring(charts.metric_by_epsilon("m", {"a": [(1.0, 0.0, math.nan, math.nan)]}))
     ET.fromstring(charts.metric_by_epsilon("m", {"a": [(None, math.inf, 0, 0)], "b": []}))
+
+
+def test_nearly_equal_epsilons_share_a_label():
+    runs = {"a": [(0.9998, 0.7, 0.6, 0.8), (4.2, 0.8, 0.7, 0.9)], "b": [(0.999, 0.6, 0.5, 0.7)]}
+    labels = re.findall(r">([^<]*)</text>", str(charts.metric_by_epsilon("m", runs)))
+    assert [label for label in labels if label in ("0.999", "1", "4.2")] == ["1", "4.2"]
     ET.fromstring(charts.risk_coverage([1.0], [0.0], 0.0))
     ET.fromstring(charts.confidence_histogram([0, 1], [0]))
     ET.fromstring(charts.pit([0, 1], [0]))

@@ -196,7 +196,7 @@ def test_inputs_by_name_reach_the_network_by_name(method):
 def test_inputs_by_name_are_checked_and_replayed():
     x, y = words()
     x["input_ids"][3] = 9
-    with pytest.raises(ValueError, match=r"1 rows cannot be used.*indices from 0 to 6"):
+    with pytest.raises(ValueError, match=r"1 row cannot be used.*indices from 0 to 6"):
         fitted((x, y), Attending)
     fitted((x, y), Attending, on_bad_rows="zero")
     plan = dpbnn.plan(noise_multiplier=1.0, delta=1e-4, n=N, batch_size=60, steps=3)

@@ -19,22 +19,24 @@ if TYPE_CHECKING:
 
 
 @click.command("plan")
-@click.option("--epsilon", type=float, help="Budget; left out, it is computed.")
+@click.option("--epsilon", type=float, help="Budget; computed if it is left out.")
 @click.option("--delta", type=float, required=True, help="Delta of the guarantee, below 1/n.")
 @click.option(
-    "--noise-multiplier", type=float, help="Noise std / clip; left out, it is solved for."
+    "--noise-multiplier", type=float, help="Noise std / clip; solved for if it is left out."
 )
-@click.option("--n", type=int, required=True, help="Number of records, or of units, public.")
-@click.option("--unit", default="", metavar="NAME", help="What n and the batch size count, where "
-              "all records of a unit are protected together: patient, say.")  # fmt: skip
+@click.option("--n", type=int, required=True, help="Public number of records, or of units.")
+@click.option("--unit", default="", metavar="NAME", help="What is protected with all its "
+              "records, such as patient; n and the batch size count these units.")  # fmt: skip
 @click.option("--batch-size", type=float, help="Expected batch size.")
-@click.option("--epochs", type=float, help="Passes over the data; left out, solved for.")
+@click.option("--epochs", type=float, help="Passes over the data; solved for if left out.")
 @click.option("--steps", type=int, help="Number of releases, instead of --epochs.")
 @click.option("--sampling", default="poisson", show_default=True,
               help="poisson, fixed-size, partition or full-batch.")  # fmt: skip
 @click.option("--relation", default="zero-out", show_default=True,
               help="zero-out, add/remove or replace-one.")  # fmt: skip
-@click.option("--accountant", help="pld, rdp, exact or gdp-clt [default: the tightest rigorous].")
+@click.option(
+    "--accountant", help="pld, rdp, exact or gdp-clt [default: the tightest rigorous one]."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan_command(as_json: bool, unit: str, **arguments: Any) -> None:
     r"""Say what a run costs, or how much noise a budget needs, before any data is seen.
@@ -70,6 +72,8 @@ def account_command(ledger: Path, delta: float | None, repair: bool, as_json: bo
       dpbnn account run/ledger.jsonl --delta 1e-5
       dpbnn account --repair run/ledger.jsonl
     """
+    if (ledger / "ledger.jsonl").is_file():
+        ledger = ledger / "ledger.jsonl"
     if not ledger.is_file() and not (repair and ledger.with_name(f"{ledger.name}.head").is_file()):
         raise ValueError(
             f"{ledger}: no such file; give the path of a ledger that a run has written"
@@ -108,8 +112,8 @@ def plan_table(plan: Plan) -> Table:
         if attack.mu is not None:
             table.add_row("mu", round_up(attack.mu), f"{attack.scope}, upper bound")
         right = f"{round_up(100 * attack.right, 3)} %"
-        table.add_row("best attack", right, f"right guesses whether one {unit} was used, at most; "
-                      "a coin has 50 %")  # fmt: skip
+        table.add_row("best attack", right, f"most right guesses whether one {unit} was used; "
+                      "tossing a coin: 50 %")  # fmt: skip
         for share, power in attack.power.items():
             table.add_row(f"  at {100 * share:g} % false alarms", f"{round_up(100 * power, 3)} %",
                           f"of the used {unit}s are found, at most")  # fmt: skip

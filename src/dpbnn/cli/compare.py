@@ -30,7 +30,7 @@ _PATH = click.Path(path_type=Path)
 @table_options
 @click.option("--methods", default="sgld,bbp", show_default=True, help="Names, with commas.")
 @click.option("--epsilons", required=True, help="Budgets of single runs, such as 0.5,1,2.")
-@click.option("--test", type=_PATH, required=True, help="The table that all are evaluated on.")
+@click.option("--test", type=_PATH, required=True, help="The test table, for all runs.")
 @metric_options
 @training_options
 @click.option("--out", type=_PATH, required=True, help="The folder to be made: a run directory "
@@ -93,15 +93,18 @@ def compare_command(
     plans = [planned(estimator, *x.shape, classes, persons) for estimator in estimators]
     total = dpbnn.compose(*plans)
     whose = f" of {persons.count} {persons.unit}s" if persons.count else ""
-    speaker.say(f"{table}: {len(x)} rows{whose}; {len(cells)} runs: {_shown(cells)}.")
+    speaker.say(
+        f"{table}: {len(x)} rows{whose}; {len(cells)} run{'s' * (len(cells) != 1)}: "
+        f"{_shown(cells)}."
+    )
     speaker.say(
         f"Together they spend epsilon {round_up(total.epsilon)} at delta {total.delta:g} "
         f"(composed by {total.accountant})."
     )
     if not yes:
         raise ValueError(
-            f"--yes: missing; all {len(cells)} runs would spend epsilon {round_up(total.epsilon)} "
-            f"at delta {total.delta:g}, add --yes to continue"
+            f"--yes: missing; what is asked for spends epsilon {round_up(total.epsilon)} at delta "
+            f"{total.delta:g}; add --yes to continue"
         )
     if ledger is not None and ledger.exists():
         dpbnn.Ledger(ledger).check(total.events)

@@ -62,11 +62,11 @@ def asked(
 @click.option("--report", type=_PATH, help="The page [default: report.html in the run].")
 @metric_options
 @click.option("--test-data-public", is_flag=True,
-              help="Single test records may be shown in the report.")  # fmt: skip
+              help="Show single test records in the report: the test data is public.")  # fmt: skip
 @click.option("--training-table", is_flag=True,
-              help="Evaluate on the very table of the training.")  # fmt: skip
+              help="Allow the training table as the test table.")  # fmt: skip
 @click.option("--target", metavar="COLUMN",
-              help="Where the target is, for an estimator without a schema.")  # fmt: skip
+              help="The column of the true values, for an estimator without a schema.")  # fmt: skip
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @speaking
 def evaluate_command(
@@ -104,8 +104,8 @@ def evaluate_command(
     speaker.say(found.evaluation)
     if covered := found.coverage:
         speaker.say(
-            f"  {covered['kind']} hold the truth for a share of {covered['observed']:.4f}; "
-            f"at least {covered['promised']:.2f} was promised; "
+            f"  {covered['kind']} hold the truth for {100 * covered['observed']:.1f} % of the "
+            f"records; at least {100 * covered['promised']:g} % was promised; "
             f"mean size {covered['size'] or math.inf:.4g}"
         )
     speaker.say(_RAW if found.training_table else _NOTE)

@@ -29,8 +29,8 @@ def table_options(command: Callable[..., Any]) -> Callable[..., Any]:
                      "age = [17, 90] or sex = [\"F\", \"M\"], the target's too."),
         click.option("--task",
                      type=click.Choice(["classification", "regression", "count", "ordinal"]),
-                     help="What the target is, where there is no schema: two numbers are classes "
-                     "or bounds, a count has bounds, ordinal classes come lowest first."),
+                     help="Kind of the target, where there is no schema and two numbers could be "
+                     "classes or bounds; ordinal classes come with the lowest first."),
         click.option("--on-bad-rows", type=click.Choice(["error", "zero"]), default="error",
                      show_default=True, help="Refuse bad rows, or let them contribute nothing."),
     )  # fmt: skip
@@ -48,16 +48,17 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
                      "up to 2048 of them, 1024 beyond]."),
         click.option("--hidden", default="32", show_default=True,
                      help="Widths of the hidden layers, such as 64,32; 0 for none."),
-        click.option("--learning-rate", type=float, help="Of the method [default: a fixed rule]."),
+        click.option("--learning-rate", type=float,
+                     help="Learning rate of the method [default: a fixed rule]."),
         click.option("--clip", type=float, help="Largest norm of one row's gradient."),
         click.option("--samples", type=int, default=100, show_default=True,
                      help="Posterior samples in a prediction."),
-        click.option("--seed", type=int, default=0, show_default=True,
-                     help="Of initialisation and prediction; noise has none."),
+        click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True,
+                     help="Seed of initialisation and prediction; the noise has none."),
         click.option("--device", help="cpu or cuda [default: cpu]."),
         click.option("--ledger", type=_PATH, help="Spend from this ledger and its budget."),
-        click.option("--max-records", type=int, help="Public number of rows of a person that "
-                     "count, where the schema has a unit; more are bad rows."),
+        click.option("--max-records", type=int, help="Public limit on the rows of one "
+                     "person, where the schema has a unit; rows beyond it are bad rows."),
         click.option("--tuning-runs", type=int, help="How many other runs on this data chose the "
                      "settings, for the statement."),
     )  # fmt: skip
@@ -72,9 +73,9 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
               "sep.")  # fmt: skip
 @click.option("--epsilon", type=float, help="The budget of this run.")
 @click.option("--non-private", is_flag=True, help="Train WITHOUT privacy.")
-@click.option("--recalibrate", metavar="HOW", help="Where a temperature of the predictions comes "
-              "from: training, for a small part of the budget [default]; a share of epsilon, such "
-              "as 0.1, which also holds out a fifth of the rows; or none.")  # fmt: skip
+@click.option("--recalibrate", metavar="HOW", help="How predictions get a temperature: training, "
+              "from the training rows for a small part of the budget [default]; a share of "
+              "epsilon, such as 0.1, from held-out rows, a fifth of all; or none.")  # fmt: skip
 @click.option("--conformal", type=float, metavar="ALPHA", help="Sets or intervals that miss the "
               "truth with probability ALPHA + 0.01 at most; costs a fifth of epsilon and holds out "
               "a fifth of the rows.")  # fmt: skip

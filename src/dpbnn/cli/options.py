@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the options that say how a text file is written."""
     options = (
-        click.option("--encoding", default="utf-8", show_default=True, help="Of text files."),
-        click.option("--separator", help="Between values [default: found from the first lines]."),
+        click.option("--encoding", default="utf-8", show_default=True,
+                     help="Encoding of text files."),
+        click.option("--separator",
+                     help="Mark between values [default: found from the first lines]."),
         click.option("--decimal", default=".", show_default=True, help="Decimal point."),
-        click.option("--comment", metavar="MARK", help="Lines that begin so are skipped."),
+        click.option("--comment", metavar="MARK", help="Skip lines that begin with this mark."),
         click.option("--names", help="Names of the columns, with commas, where a text file has no "
                      "header."),
     )  # fmt: skip

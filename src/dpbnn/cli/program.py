@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from errno import ENOENT
 
 import click
 
@@ -67,7 +68,10 @@ def main(arguments: list[str] | None = None) -> None:
         click.echo(f"dpbnn: {error}", err=True)
         code = 2
     except OSError as error:
-        click.echo(f"dpbnn: {error.filename}: {error.strerror}", err=True)
+        where = str(error.filename).removesuffix(".partial")  # of a file that was being written
+        cure = "; correct the path, or make the folder first" if error.errno == ENOENT else ""
+        told = error if error.filename is None else f"{where}: {error.strerror}{cure}"
+        click.echo(f"dpbnn: {told}", err=True)
         code = 2
     except RuntimeError as error:
         from dpbnn.messages import HiddenError  # torch comes with it

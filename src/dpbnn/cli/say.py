@@ -40,13 +40,19 @@ class Speaker:
 
     @contextlib.contextmanager
     def warnings(self) -> Iterator[None]:
-        """Print warnings as lines on standard error, each once."""
-        with warnings.catch_warnings(record=True) as caught:
+        """Print warnings as lines on standard error, when they occur, each once."""
+        shown: set[str] = set()
+
+        def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+            text = str(message)
+            if issubclass(category, UserWarning) and text not in shown:
+                shown.add(text)
+                click.echo(f"dpbnn: warning: {text}", err=True)
+
+        with warnings.catch_warnings():
             warnings.simplefilter("always")
+            warnings.showwarning = show
             yield
-        shown = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
-        for text in dict.fromkeys(shown):
-            click.echo(f"dpbnn: warning: {text}", err=True)
 
 
 def speaking(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,8 @@ def _described(path: Path, target: str, task: str | None) -> dict[str, Any]:
         lines = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: is not valid TOML: {error}; correct that line") from None
+    if isinstance(lines.get("target"), dict):
+        raise ValueError(f"{path}: is a whole schema; give it as --schema, without --target")
     if target not in lines:
         raise ValueError(
             f"{path}: has no line for the target {target!r}; add its classes, as in {target} = "
@@ -184,7 +187,7 @@ def check_command(table: Path, schema: Path, show_values: bool, **options: Any) 
 @click.option("--epsilon", type=float, required=True, help="What the bounds cost, such as 0.1.")
 @click.option("--delta", type=float, help="Delta [default: the ledger's, or min(1e-5, 1/(10 n))].")
 @click.option("--ledger", type=click.Path(path_type=Path), required=True,
-              help="What pays; training must go on with it.")  # fmt: skip
+              help="The ledger that pays; training must use it too.")  # fmt: skip
 @click.option("--budget", type=float, help="Epsilon that a new ledger allows, for the bounds and "
               "all that follows [default: no limit].")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The new schema.")
@@ -219,8 +222,8 @@ def bounds_command(
     rows = read(table, options)
     if out.exists():
         raise ValueError(f"{out}: exists already; give another file")
-    if not out.absolute().parent.is_dir():
-        raise ValueError(f"{out}: its parent is not a folder; make that one first")
+    if not os.access(out.absolute().parent, os.W_OK):
+        raise ValueError(f"{out}: its parent is no folder that can be written; make that one first")
     new = not ledger.exists()
     if budget is not None and not new:
         raise ValueError(f"--budget: {ledger} has its own budget; leave the option out")

@@ -340,7 +340,7 @@ def _no_number(value: Any) -> str:
             "decimal=',' where it is a decimal comma"
         )
     if "," in text and _overflows(text.replace(",", ".", 1)) is False:
-        return "has a comma; read the table with decimal=',', or take the comma out"
+        return "has a comma; read the table with decimal=',' (--decimal ,), or take the comma out"
     if _separated(text):
         return "has separators of thousands; take them out of the table"
     return "is not a number; correct it, or declare the column with categories in the schema"

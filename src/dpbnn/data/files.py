@@ -164,7 +164,7 @@ def _text(
             file = stack.enter_context(gzip.GzipFile(fileobj=file))
         buffered = io.BufferedReader(file) if not hasattr(file, "peek") else file
         if first[:2] in (b"\xff\xfe", b"\xfe\xff") and not encoding.lower().startswith("utf-16"):
-            raise TableError(f"{path}: is UTF-16 text; pass encoding='utf-16'")
+            raise TableError(f"{path}: is UTF-16 text; pass encoding='utf-16' (--encoding utf-16)")
         code = "utf-8-sig" if encoding.replace("-", "").lower() == "utf8" else encoding
         errors = "strict" if strict else "replace"
         yield io.TextIOWrapper(buffered, encoding=code, errors=errors, newline="")

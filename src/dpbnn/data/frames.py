@@ -77,8 +77,8 @@ def _columns(
             pairs = [(name, array[:, i]) for i, name in enumerate(own)]
         else:
             raise TableError(
-                f"{source}: has {array.ndim} axes; give an array [rows, columns], a DataFrame or "
-                f"a mapping of columns"
+                f"{source}: must have rows and columns, and its number of axes is {array.ndim}; "
+                f"give an array [rows, columns], a DataFrame or a mapping of columns"
             )
     return {str(name): column_of(str(name), cells, source, on_bad_rows) for name, cells in pairs}
 

@@ -58,9 +58,9 @@ class PaidBounds:
         """Raise unless the ledger is the one that paid, with that release still in it."""
         if ledger is None or ledger.id != self.ledger or not ledger.holds(self.head):
             raise ValueError(
-                f"schema: its bounds of {len(self.columns)} columns were learned privately from "
-                f"another ledger, which training must go on with or their cost is left out; pass "
-                f"that ledger (--ledger), or state public bounds and delete [private_bounds]"
+                "schema: its bounds were learned privately and paid for by another ledger; train "
+                "with that ledger (--ledger), so that their cost is counted, or state public "
+                "bounds and delete [private_bounds]"
             )
 
 
@@ -82,7 +82,7 @@ def learn_bounds(
         draft: a schema as plain values, in the form of a TOML file.
         table: the table.
         plan: of one full-batch release.
-        ledger: what is charged, and what training must go on with.
+        ledger: what is charged; training must use it too.
         noise: the source of noise; a new one from operating-system entropy by default.
 
     Returns:

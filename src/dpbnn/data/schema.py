@@ -156,7 +156,7 @@ class Schema:
     def learned(cls, table: Any, target: str, task: str | None = None) -> Schema:
         """Return a schema with bounds and categories read from the data: NOT PRIVATE.
 
-        The result has `public=False`; private training must refuse it.
+        The result has `public=False`; private training refuses it.
 
         Args:
             table: a table, or what `as_table` takes.
@@ -338,10 +338,11 @@ class Schema:
             seen.update(code[~bad_rows(len(code), faults)].tolist())
             if len(seen) > 1:
                 return
-        raise TableError(
-            f"{table.source}: target {self.target.name!r} has one class in every row; training "
-            f"needs rows of 2 classes or more"
-        )
+        if seen:
+            raise TableError(
+                f"{table.source}: target {self.target.name!r} has one class in every row; training "
+                f"needs rows of 2 classes or more"
+            )
 
 
 def unit_labels(table: Table, name: str) -> np.ndarray:

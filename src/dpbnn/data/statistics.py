@@ -120,9 +120,10 @@ def private_bounds(
     needed = CERTAIN * sigma * math.sqrt(columns)
     if needed > n / 2:
         raise ValueError(
-            f"n={n}: too few records for private bounds of {columns} columns at noise multiplier "
-            f"{sigma:.3g}: noise alone makes up to {needed:.0f} of them; state public bounds, or "
-            f"give statistics a larger share of the budget"
+            f"n={n}: too few records for private bounds of {columns} "
+            f"column{'s' * (columns != 1)} at noise multiplier {sigma:.3g}: noise alone can look "
+            f"like {needed:.0f} records; state public bounds, or give statistics a larger share of "
+            f"the budget"
         )
     return private_counts(x, grid, **arguments).bounds(tail, beta)
 

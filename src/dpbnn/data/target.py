@@ -130,8 +130,8 @@ def _check_count(target: Column) -> None:
     if not (whole and low >= 0 and high <= _MOST):
         raise _wrong(
             target,
-            f"bounds = [{low:g}, {high:g}]: those of a count are whole numbers from 0 to "
-            f"{_MOST:g}; give [0, most], from public knowledge",
+            f"bounds = [{low:g}, {high:g}]: the bounds of a count are whole numbers from 0 "
+            f"to {_MOST:.0f}; give [0, most], from public knowledge",
         )
 
 

@@ -21,7 +21,7 @@ from dpbnn.likelihoods import Bernoulli, Categorical, Ordinal
 from dpbnn.likelihoods.classes import checked_weights
 from dpbnn.messages import SHOWN
 from dpbnn.predictive import ClassPredictive, Predictive
-from dpbnn.privacy.checks import quoted
+from dpbnn.privacy.checks import check_positive, quoted
 
 __all__ = ["PrivateBayesClassifier"]
 
@@ -263,7 +263,9 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         stated = None if self.schema_ is None else self.schema_.target.weights
         if stated is not None:
             if given is not None:
-                raise ValueError("class_weight: the schema states weights; leave one of both out")
+                raise ValueError(
+                    "class_weight: the schema states weights; leave one of the two out"
+                )
             given = dict(zip(classes.tolist(), stated, strict=True))
         if given is None:
             return None
@@ -285,6 +287,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
             raise ValueError(
                 "class_weight: is not for methods that model the noise; pass method='sgd', say"
             )
+        check_positive(**{f"class_weight[{label!r}]": weight for label, weight in given.items()})
         return recipe.weights(checked_weights(given.get(label, 1.0) for label in known))
 
     def _declared_target(self, y: np.ndarray, schema: Schema) -> Target:

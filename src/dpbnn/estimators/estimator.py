@@ -20,14 +20,14 @@ from dpbnn.data.standardising import Standardisation
 from dpbnn.estimators import fitting, frames, kinds, pages, recipes, storage
 from dpbnn.estimators.fitting import Target
 from dpbnn.estimators.held_out import BETA, HeldOut
-from dpbnn.estimators.images import Scattered
+from dpbnn.estimators.images import Scattered, check_features
 from dpbnn.estimators.persons import UNIT
 from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, refuse, validated
 from dpbnn.messages import check_on_bad_rows
 from dpbnn.methods.method import Method
 from dpbnn.posteriors import Posterior
 from dpbnn.predictive import Predictive
-from dpbnn.privacy.checks import check_count, check_positive, quoted
+from dpbnn.privacy.checks import check_count, check_positive
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.statement import PrivacyStatement
@@ -353,7 +353,9 @@ class PrivateBayes(BaseEstimator):
             and not self.features
             and kinds.likelihood_of(self) in ("gaussian", "categorical")
         ):
-            recipe = recipes.of_auto(self._widths(), None if self._regression else outputs)
+            recipe = recipes.of_auto(
+                recipes.widths(self.hidden), None if self._regression else outputs
+            )
         else:
             recipe = recipes.METHODS[self.method]
         if self.features:
@@ -394,12 +396,10 @@ class PrivateBayes(BaseEstimator):
         check_positive(**{name: getattr(self, name) for name in names})
         check_count(samples=0 if self.samples is None else self.samples)
         check_count(0, tuning_runs=self.tuning_runs)
-        fit_arguments.check_kinds(prior=self.prior, device=self.device)
-        if self.features not in (None, "scattering"):
-            raise ValueError(f"features={quoted(self.features)}: must be None or 'scattering'")
-        if self.features and self.schema is not None:
-            raise ValueError("features: are for rows of pixels; leave it or the schema out")
-        self._widths()
+        book = None if isinstance(self.ledger, str | os.PathLike) else self.ledger
+        fit_arguments.check_kinds(prior=self.prior, device=self.device, ledger=book)
+        check_features(self.features, self.schema)
+        recipes.widths(self.hidden)
         book = None if self.epsilon is None else self._given_ledger()
         if book is not None and not book.relation.public_size:
             raise ValueError(
@@ -407,18 +407,6 @@ class PrivateBayes(BaseEstimator):
                 f"public, and an estimator takes n from it; give a ledger of relation 'zero-out', "
                 f"or use dpbnn.fit with plan=dpbnn.plan(n=..., relation='add/remove', ...)"
             )
-
-    def _widths(self) -> tuple[int, ...]:
-        try:
-            widths = [int(width) for width in np.atleast_1d(self.hidden)]
-            whole = widths == list(np.atleast_1d(self.hidden)) and min(widths, default=1) > 0
-        except (TypeError, ValueError):
-            whole = False
-        if not whole:
-            raise ValueError(
-                f"hidden={quoted(self.hidden)}: must be widths of layers, such as (32,) or ()"
-            )
-        return tuple(widths)
 
     def _delta(self, n: int) -> float:
         if self.delta is not None:

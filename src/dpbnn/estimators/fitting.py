@@ -97,7 +97,7 @@ def train(
     estimator._check_settings()
     if out is None:
         if resume or overwrite:
-            raise ValueError("resume and overwrite: go with out=, the folder of the run")
+            raise ValueError("resume and overwrite: need out=, the folder of the run")
         x, target, _ = estimator._table(X, y)
         persons = Persons.of_fit(estimator, X, len(x), units, unit, max_records)
         _Fit(estimator, x, target, persons, None).run({})
@@ -230,7 +230,7 @@ class _Fit:
             )
         if plans.bounds is not None or self.method is estimator.method:
             self.method.settled(self.plan)  # refuses settings before anything is paid for
-        self.recipe.check(estimator._widths(), estimator.prior, self.plan)
+        self.recipe.check(recipes.widths(estimator.hidden), estimator.prior, self.plan)
         self.released: dict[str, Any] = {}
         if place is not None and place.resumed:
             self.released = place.released(self.ledger)
@@ -339,7 +339,7 @@ class _Fit:
             return training.load(place.trained, device=estimator.device or "cpu")
         inputs = torch.from_numpy(scaling(self.x, np.float32))
         network = self.recipe.network(
-            inputs.shape[1], estimator._widths(), self.target.outputs, self.plan,
+            inputs.shape[1], recipes.widths(estimator.hidden), self.target.outputs, self.plan,
             estimator._regression,
         )  # fmt: skip
         short = self.plan.steps * self.plan.batch_size < _SHORT

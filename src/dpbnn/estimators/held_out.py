@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -71,9 +72,10 @@ class HeldOut:
                 f"recalibrate={self.share}: must be 'training', None, or a share of epsilon "
                 f"between 0 and {most:g}, such as recalibrate=0.1"
             )
-        if self.alpha is not None and not 0 < self.alpha < 1:
+        share = isinstance(self.alpha, Real) and 0 < self.alpha < 1
+        if self.alpha is not None and not share:
             raise ValueError(
-                f"conformal={self.alpha}: must be a share of misses between 0 and 1, such as "
+                f"conformal={self.alpha!r}: must be a share of misses between 0 and 1, such as "
                 f"conformal=0.1"
             )
 

@@ -6,15 +6,25 @@ They are functions of one row alone, and have seen no data, so that they cost no
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 
 from dpbnn.networks import Scattering
+from dpbnn.privacy.checks import quoted
 
-__all__ = ["Scattered"]
+__all__ = ["Scattered", "check_features"]
 
 _AT_ONCE = 50  # images; the maps of more would not stay in a processor's cache
+
+
+def check_features(features: Any, schema: Any) -> None:
+    """Raise unless `features` of an estimator can be made, given its schema."""
+    if features not in (None, "scattering"):
+        raise ValueError(f"features={quoted(features)}: must be None or 'scattering'")
+    if features and schema is not None:
+        raise ValueError("features: are for rows of pixels; leave it or the schema out")
 
 
 class Scattered:

@@ -46,7 +46,7 @@ def likelihood_of(estimator: PrivateBayes) -> str:
     if stated is not None and given not in (None, stated):
         raise ValueError(
             f"likelihood={given!r}: the schema says kind = {schema.target.kind!r} of its target; "  # type: ignore[union-attr]
-            f"leave one of both out"
+            f"leave one of the two out"
         )
     if schema is not None and stated is None and given in _BY_SCHEMA.values():
         kind = next(kind for kind, name in _BY_SCHEMA.items() if name == given)
@@ -97,8 +97,8 @@ class Counts:
         whole = float(self.low).is_integer() and float(self.high).is_integer()
         if not (whole and 0 <= self.low < self.high <= 1e6):
             raise ValueError(
-                f"target_bounds=({self.low:g}, {self.high:g}): those of a count are whole numbers "
-                f"from 0 to 1e+06, such as (0, 40)"
+                f"target_bounds=({self.low:g}, {self.high:g}): the bounds of a count are whole "
+                f"numbers from 0 to 1000000, such as (0, 40)"
             )
 
     def clipped(self, y: np.ndarray, on_bad_rows: str) -> np.ndarray:

@@ -38,6 +38,12 @@ _TASKS = {
     "gaussian": "Regression",
     "poisson": "Counts",
 }
+_MISSING = {  # "refuse" needs no word
+    "middle": "the middle of the bounds",
+    "indicator": "the middle of the bounds, and marked",
+    "category": "a category of their own",
+    "zeros": "no category",
+}
 _ALIKE = 3  # neighbouring columns with the same bounds that are listed one by one
 
 
@@ -82,6 +88,8 @@ def tested(estimator: PrivateBayes, X: Any, y: Any, options: Mapping[str, Any]) 
     if estimator.schema_ is not None:
         X = frames.table_with(estimator.schema_, X, y, "error")  # read a file once
         y = None
+    elif y is None:
+        raise ValueError("y: missing; pass the true targets of the test records")
     predictive = estimator.predicted(estimator.inputs(X))
     truth = estimator._truth(X, y)
     named = {} if estimator._regression else {"classes": names_of(estimator)}
@@ -135,14 +143,14 @@ def page(
     """
     privacy = estimator.privacy_.to_dict() if privacy is None else privacy
     shown = dict(settings_of(estimator) if settings is None else settings)
-    shown["model"] = estimator.posterior_.settings
+    shown["model"] = {k: v for k, v in estimator.posterior_.settings.items() if k != "plan"}
     if calibration := dict(estimator.calibration_):
         if isinstance(evaluation, dict) and "conformal" in evaluation:
             calibration |= {
                 f"{name} on the test records": evaluation["conformal"][key]
                 for name, key in (("coverage", "observed"), ("mean size", "size"))
             }
-        shown["calibration by held-out rows"] = calibration
+        shown["calibration"] = calibration
     schema = estimator.schema_
     task = _TASKS[likelihood_of(estimator)]
     own: dict[str, Any] = {
@@ -215,7 +223,8 @@ def _listed_classes(classes: Sequence[str], ordered: bool) -> str:
 
 
 def _with_missing(column: Column, words: str) -> str:
-    return words if column.missing == "refuse" else f"{words}; missing values: {column.missing}"
+    how = _MISSING.get(column.missing)
+    return words if how is None else f"{words}; missing values: {how}"
 
 
 def _bounds(estimator: PrivateBayes) -> dict[str, str]:
@@ -278,7 +287,7 @@ def _promise(estimator: PrivateBayes, evaluation: Any) -> str:
     kind = "Prediction intervals" if estimator._regression else "Prediction sets"
     text = (
         f"{kind} hold the truth for at least {100 * promised:g} % of new records, however good the "
-        f"model is, as long as those are drawn like the training records."
+        f"model is, if those come from the same population as the training records."
     )
     found = (evaluation or {}).get("conformal") if isinstance(evaluation, dict) else None
     if found:

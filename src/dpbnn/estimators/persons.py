@@ -58,6 +58,11 @@ class Persons:
         owners = Units.of(labels, None, unit=unit, most=most, on_bad_rows=on_bad_rows)
         if len(owners.order) != rows:
             raise ValueError(f"units: give one label for each of the {rows} rows")
+        if len(owners) < 2:
+            raise ValueError(
+                f"units: all rows are of one {unit}, and training needs 2 or more; give labels "
+                f"that tell them apart, or leave units out"
+            )
         return cls(labels, owners, unit, most)
 
     @classmethod
@@ -77,7 +82,9 @@ class Persons:
         if estimator.schema_ is not None and estimator.schema_.unit:
             table = frames.table_with(estimator.schema_, X, None, estimator.on_bad_rows)
             if labels is not None:
-                raise ValueError("units: the schema names a column for them; leave one of both out")
+                raise ValueError(
+                    "units: the schema names a column for them; leave one of the two out"
+                )
             labels, unit = estimator.schema_.units(table), unit_name(estimator.schema_.unit)
         return cls.of(labels, unit, rows, estimator.on_bad_rows, most)
 

@@ -36,6 +36,7 @@ from dpbnn.methods.method import Method
 from dpbnn.methods.sgld import Langevin
 from dpbnn.networks import mlp
 from dpbnn.priors import Gaussian
+from dpbnn.privacy.checks import quoted
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan, open_plan, plan
 from dpbnn.units import Units
@@ -303,6 +304,18 @@ def check_method(
         raise ValueError(f"method={method!r}: is for regression; use 'sgld', say")
     if regression and not recipe.regresses:
         raise ValueError(f"method={method!r}: is for classes; use 'sgld', say")
+
+
+def widths(hidden: Any) -> tuple[int, ...]:
+    """Return the widths of the hidden layers that a user gave, or raise."""
+    try:
+        found = [int(width) for width in np.atleast_1d(hidden)]
+        whole = found == list(np.atleast_1d(hidden)) and min(found, default=1) > 0
+    except (TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise ValueError(f"hidden={quoted(hidden)}: must be widths of layers, such as (32,) or ()")
+    return tuple(found)
 
 
 def of_auto(hidden: tuple[int, ...], classes: int | None) -> Recipe:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -120,12 +121,16 @@ def as_array(values: Any, name: str = "X") -> Any:
     """
     if hasattr(values, "detach"):
         return values.detach().cpu().numpy()
+    if isinstance(values, str | os.PathLike):
+        raise ValueError(f"{name}: is text; the path of a table goes with schema=")
     if type(values).__name__ == "LazyFrame":
         raise ValueError(f"{name}: is a LazyFrame, which holds no rows yet; pass {name}.collect()")
     kinds = getattr(values, "dtypes", None)
     columns = getattr(values, "columns", None)
     if kinds is None or columns is None or isinstance(kinds, np.dtype):
         kinds, columns = [getattr(values, "dtype", "")], [""]
+    if len(set(columns)) < len(columns):
+        raise ValueError(f"{name}: two columns have the same name; rename one of them")
     for column, kind in zip(columns, kinds, strict=False):
         if str(kind).lower().startswith(_TIMES):
             where = f"column {column!r} holds" if column else "holds"
@@ -256,7 +261,7 @@ def parsed_bounds(
     if isinstance(bounds, Mapping):
         if names is None:
             raise ValueError(
-                f"{argument}: a mapping goes with columns that have names; pass a data frame, or "
+                f"{argument}: a mapping needs columns that have names; pass a data frame, or "
                 f"(low, high) arrays with one value per column"
             )
         missing = [name for name in names if name not in bounds]

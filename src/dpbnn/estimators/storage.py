@@ -19,10 +19,12 @@ import numpy as np
 from dpbnn import methods, priors, training
 from dpbnn.data.schema import Schema
 from dpbnn.estimators import frames
+from dpbnn.fit_arguments import check_kinds
 from dpbnn.posteriors import Posterior
 from dpbnn.posteriors.folder import write as write_posterior
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan, open_plan
+from dpbnn.report.template import short
 from dpbnn.storage import (
     Manifest,
     format_of,
@@ -107,7 +109,7 @@ def plain_params(estimator: PrivateBayes) -> dict[str, Any]:
 def settings_of(estimator: PrivateBayes) -> dict[str, Any]:
     """Return the settings that were given, for people: numbers and texts."""
     return {
-        name: value if isinstance(value, str | int | float) else str(value)
+        name: value if isinstance(value, str | int | float) else short(value) or "none"
         for name, value in estimator.get_params(deep=False).items()
         if value is not None and name not in _NO_SETTING
     }
@@ -129,6 +131,7 @@ def opened(cls: type, folder: Path, device: str) -> tuple[Any, Manifest]:
 
     Folders of estimators that earlier versions wrote have no run around them.
     """
+    check_kinds(device=device)
     origin = "an estimator's save or 'dpbnn fit'"
     if format_of(folder) == FORMAT:
         return _model(cls, folder, device)

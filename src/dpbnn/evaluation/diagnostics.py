@@ -83,22 +83,22 @@ class Diagnostics:
         if self.mixed:
             return (
                 f"The {count} stored networks are draws of a chain that has mixed where it was "
-                f"looked at: they are worth about {worth:.0f} independent draws.",
+                f"looked at: together they tell as much as {_draws(worth)}.",
             )
         paths = "one training path" if self.chains == 1 else f"{self.chains} training paths"
         return (
             f"The {count} stored networks are points near the end of {paths} with noise, not "
             f"independent draws from the posterior."
-            + (f" They are worth about {max(1, round(worth))}." if math.isfinite(worth) else ""),
+            + (f" Together they tell as much as {_draws(worth)}." if math.isfinite(worth) else ""),
             "Predictions are their average, as with an averaged optimizer. Figures on test records "
-            "(accuracy, calibration, coverage) measure that average as it is; private temperatures "
-            "and prediction sets hold for it as it is.",
+            "(accuracy, calibration, coverage) measure that average itself, and private "
+            "temperatures and prediction sets hold for it.",
             "Their spread is less than that of the posterior, most of all far from the data. Do "
             "not read epistemic uncertainty or bands as the width of the posterior.",
-            "A longer chain would be worth more."
+            "A longer chain would tell more."
             if self.clip is None or not math.isfinite(self.clip)
-            else "Epsilon does not depend on mixing. At a given epsilon a chain that mixes has to "
-            "clip harder, and predicted worse where it was tried.",
+            else "Epsilon does not depend on mixing. At a given epsilon, a chain that mixes must "
+            "clip harder; where that was tried, it predicted worse.",
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -264,6 +264,11 @@ def _autocovariance(values: Floats) -> Floats:
     length = next_fast_len(2 * draws, real=True)
     spectrum = rfft(values - values.mean(1, keepdims=True), length, axis=1)
     return irfft(np.abs(spectrum) ** 2, length, axis=1)[:, :draws] / draws
+
+
+def _draws(worth: float) -> str:
+    count = max(1, round(worth))
+    return f"{count} independent draw{'s' * (count != 1)}"
 
 
 def _warnings(rhat: Floats, bulk: Floats, tail: Floats, chains: int) -> tuple[str, ...]:

@@ -28,14 +28,14 @@ def checked_weights(weights: object) -> tuple[float, ...]:
         raise ValueError(
             f"weights={weights!r}: weights that are computed from the labels would make every "
             f"record's contribution depend on all others, which epsilon does not cover; give "
-            f"public numbers, one for each class, such as weights=(1.0, 9.0)."
+            f"public numbers, one for each class, such as weights=(1.0, 9.0)"
         )
     try:
         found = tuple(float(weight) for weight in weights)  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         found = ()
     if not found or not all(0 < weight < math.inf for weight in found):
-        raise ValueError("weights: must be one finite number > 0 for each class, as (1.0, 9.0).")
+        raise ValueError("weights: must be one finite number > 0 for each class, as (1.0, 9.0)")
     return found
 
 

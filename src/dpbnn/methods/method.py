@@ -223,8 +223,9 @@ class Method(ABC):
         if self.noise_aware or not plan.private:
             return ()
         return (
-            f"{type(self).__name__} leaves privacy noise and clip out of its posterior: bands are "
-            f"too narrow, the more the smaller epsilon is; NoiseAware, for classes, includes both",
+            f"the posterior of {type(self).__name__} leaves out the privacy noise and the clip, so "
+            f"bands are too narrow, most of all at a small epsilon; NoiseAware, which is for "
+            f"classes, includes both",
         )
 
     def settings(self) -> dict[str, Any]:

@@ -403,9 +403,13 @@ def _caveats(
     sizes = [event.n for event in events if event.n is not None]
     caveats += weak_points(epsilon, delta, max(sizes, default=None))
     if tuning_runs:
+        runs, are, they = (
+            ("1 other run", "is", "it is") if tuning_runs == 1 else
+            (f"{tuning_runs} other runs", "are", "they are")
+        )  # fmt: skip
         caveats.append(
-            f"{tuning_runs} other runs on the same data chose the settings and are not part of "
-            f"epsilon, unless they are listed as mechanisms"
+            f"{runs} on the same data chose the settings and {are} not part of epsilon, unless "
+            f"{they} listed as mechanisms"
         )
     return caveats
 

@@ -347,8 +347,11 @@ def metric_by_epsilon(
             place = "no guarantee" if e is None else f"epsilon {e:.3g}"
             _symbol(drawing, i, px, y(v), role, f"{method}, {place}: {v:.4g}")
     drawing.line([(left, bottom), (right, bottom)], "axis")
+    labelled = -math.inf
     for value in finite if len(finite) <= 6 else x.ticks(4):
-        drawing.text(x(value), bottom + 15, f"{value:.3g}", "tick middle")
+        if x(value) - labelled > 30:  # runs of one budget differ a little in what they spent
+            labelled = x(value)
+            drawing.text(labelled, bottom + 15, f"{value:.2g}", "tick middle")
     if len(finite) < len({e for e, *_ in runs}):
         drawing.text(aside, bottom + 15, "none", "tick middle")
     if split:

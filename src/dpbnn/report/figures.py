@@ -51,7 +51,7 @@ class Chart:
 _MEANINGS = {
     "accuracy": Meaning("accuracy", "share of records classified right", "higher"),
     "auroc": Meaning(
-        "AUROC", "chance that a record of the class is ranked above another one", "higher"
+        "AUROC", "chance that a record of the class is ranked above one of another class", "higher"
     ),
     "average_precision": Meaning(
         "average precision", "mean precision over all thresholds of the probability", "higher"
@@ -67,9 +67,9 @@ _MEANINGS = {
     ),
     "ece_mass": Meaning("ECE, equal mass", "the same with equally filled bins", "lower"),
     "mce": Meaning("MCE", "largest gap of confidence and accuracy in any bin", "lower"),
-    "classwise_ece": Meaning("classwise ECE", "the gap for every class by itself, mean", "lower"),
+    "classwise_ece": Meaning("classwise ECE", "mean of the gaps of all classes", "lower"),
     "global_gap": Meaning(
-        "global gap", "mean confidence against accuracy, over all records at once", "lower"
+        "global gap", "difference of mean confidence and accuracy, over all records", "lower"
     ),
     "aurc": Meaning("AURC", "mean error while answering the most certain first", "lower"),
     "rmse": Meaning("RMSE", "root of the mean squared error, in units of the target", "lower"),
@@ -85,6 +85,7 @@ _MEANINGS = {
 }
 
 _MOST_CLASSES = 12
+_SMALL = 1e-3  # smaller numbers are written with a power of ten
 
 
 def plain(value: Any) -> Any:
@@ -109,7 +110,7 @@ def decimals(number: float | str | None) -> str:
         return "—"
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
-    if value == 0 or 1e-3 <= abs(value) < 10:
+    if value == 0 or _SMALL <= abs(value) < 10:
         text = f"{value:.4f}".rstrip("0").rstrip(".")
     elif 1000 <= abs(value) < 1e7:
         text = f"{value:.0f}"
@@ -121,6 +122,8 @@ def decimals(number: float | str | None) -> str:
 def interval(values: Mapping[str, Any], show: Callable[[Any], str] = decimals) -> str:
     """Return an interval `low` to `high` in words, empty where there is none."""
     low, high = value_of(values.get("low")), value_of(values.get("high"))
+    if max(abs(low), abs(high)) >= _SMALL:  # an end that is tiny beside the other one
+        low, high = (0.0 if abs(end) < _SMALL / 20 else end for end in (low, high))
     return "" if math.isnan(low) or math.isnan(high) else f"{show(low)} to {show(high)}"
 
 
@@ -144,6 +147,8 @@ def _asked(key: str, evaluation: Mapping[str, Any]) -> str:
     whose = "mean over classes" if several else f"class {names[evaluation.get('positive', 1)]}"
     if key == "recall":
         return f"{whose}, from probability {written(evaluation.get('threshold', 0.5))}"
+    if key == "mae" and evaluation.get("confusion") is not None:
+        return "of ordered classes one step is 1"
     if key == "average_precision" or (key == "auroc" and several):
         return whose
     return ""
@@ -223,9 +228,9 @@ def evaluation_charts(evaluation: Mapping[str, Any]) -> list[Chart]:
     if values := evaluation.get("pit"):
         svg = charts.pit(values["edges"], values["counts"])
         caption = (
-            "Where targets fall in their own predictive distribution. Flat is calibrated, a "
-            "hump is too unsure, a bowl too sure, a slope is bias. Grey: 99 % of the bars "
-            "of a calibrated model lie there."
+            "Where targets fall in their own predictive distribution. Flat bars are calibrated; a "
+            "hump means too unsure, a bowl too sure, a slope bias. Grey: 99 % of the bars of a "
+            "calibrated model lie there."
         )
         found.append(Chart("pit", "Probability integral transform (PIT)", svg, caption))
     return found

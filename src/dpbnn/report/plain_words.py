@@ -22,7 +22,8 @@ class Reading:
         banner: "", "NOT PRIVATE" or "DEBUG: NOT PRIVATE".
         reason: why there is no guarantee.
         epsilon: epsilon, rounded up.
-        delta: delta.
+        delta: delta with two digits, rounded up.
+        full_delta: delta with six digits, rounded up.
         approximate: whether epsilon is no bound.
         chance: the best chance of an attacker's guess at even odds.
         unit: what is protected, in a word.
@@ -41,6 +42,7 @@ class Reading:
     reason: str = ""
     epsilon: str = ""
     delta: str = ""
+    full_delta: str = ""
     approximate: bool = False
     chance: float = 1.0
     unit: str = "record"
@@ -96,18 +98,20 @@ def read(privacy: PrivacyStatement | Mapping[str, Any]) -> Reading:
     alone = guess_chance(statement.epsilon, statement.delta)
     attack = statement.attack
     chance = alone if attack is None else min(alone, attack.right)
+    delta, full = (written(float(round_up(statement.delta, digits))) for digits in (2, 6))
     return Reading(
         banner="",
         epsilon=round_up(statement.epsilon),
-        delta=written(statement.delta),
+        delta=delta,
+        full_delta=full,
         approximate=approximate,
         chance=chance,
         unit=statement.unit_name,
         protects=_protects(statement),
         meaning=_meaning(statement, chance, alone, approximate),
         odds_of_failure=(
-            f"Delta is for bad luck: except with probability {written(statement.delta)}, "
-            f"the run behaves as if epsilon held without exception."
+            f"Delta is for bad luck: except with probability {delta}, the run "
+            f"behaves as if epsilon held without exception."
         ),
         tuning=_tuning(statement.tuning_runs),
         assumptions=(
@@ -118,7 +122,7 @@ def read(privacy: PrivacyStatement | Mapping[str, Any]) -> Reading:
         caveats=tuple(_sentence(caveat) for caveat in statement.caveats),
         details=(
             ("epsilon", ("about " if approximate else "") + round_up(statement.epsilon)),
-            ("delta", written(statement.delta)),
+            ("delta", full),
             *_attack(attack, statement.unit_name),
             ("unit", statement.unit),
             ("neighbouring datasets", f"{statement.relation}"),
@@ -131,13 +135,14 @@ def read(privacy: PrivacyStatement | Mapping[str, Any]) -> Reading:
 
 def _protects(statement: PrivacyStatement) -> str:
     unit = statement.unit
+    whole = "" if statement.unit_name == "record" else ", with all records,"
     bound = "about" if statement.accountant == "gdp-clt" else "at most"
     factor = "e^epsilon"
     if statement.epsilon < 20:
         factor += f" = {round_up(math.exp(statement.epsilon), 3)}"
     event = {
-        Relation.ZERO_OUT: f"{unit} of the training data was used or left blank",
-        Relation.ADD_REMOVE: f"{unit} was in the training data or not",
+        Relation.ZERO_OUT: f"{unit} of the training data{whole} was used or left blank",
+        Relation.ADD_REMOVE: f"{unit}{whole} was in the training data or not",
         Relation.REPLACE_ONE: f"{unit} of the training data was this one or any other",
     }[statement.relation or Relation.ZERO_OUT]
     return (

@@ -21,12 +21,12 @@ _NOT_PUBLIC = (
 )
 _BASELINES = {
     "classification": "gives every record the shares of the classes among these test records",
-    "regression": "gives every record mean and variance of the targets of these test records",
+    "regression": "gives every record the mean and the variance of the targets of these records",
 }
 _CHAIN_FACTS = ("chains", "draws", "functions", "clip", "temperature")
 _CHAIN_ROWS = (
     ("rhat", "split R-hat", "1 where halves of chains agree; above 1.01 they do not", 3),
-    ("ess_bulk", "bulk ESS", "as many independent draws would give the mean as precisely", 0),
+    ("ess_bulk", "bulk ESS", "number of independent draws that give the mean as precisely", 0),
     ("ess_tail", "tail ESS", "the same for the 5 % and 95 % quantiles", 0),
 )
 _MOST_COLUMNS = 12

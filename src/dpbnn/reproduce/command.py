@@ -10,12 +10,12 @@ import click
 
 @click.command("reproduce")
 @click.argument("name", required=False)
-@click.option("--list", "listed", is_flag=True, help="Say what there is.")
+@click.option("--list", "listed", is_flag=True, help="List all items.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for NAME.md, .json, .svg and "
               "for finished runs, which are not made again.")  # fmt: skip
 @click.option("--fast", is_flag=True, help="A short version, to see that it works.")
 @click.option("--seed", type=int, default=0, show_default=True,
-              help="Of initialisation and synthetic data.")  # fmt: skip
+              help="Seed of initialisation and synthetic data.")  # fmt: skip
 @click.option("--seeds", type=click.IntRange(min=1),
               help="How many seeds, simulations or splits [default: the item's own].")  # fmt: skip
 @click.option("--data", type=click.Path(path_type=Path), help="Folder of the datasets, or of "
