@@ -42,10 +42,14 @@ class ShardedLangevin(LangevinProcess):
         state = super().begin()
         return dataclasses.replace(state, earlier=state.earlier[:0])
 
-    def _measured(
-        self, state: LangevinState, release: Mapping[str, Tensor], position: int, eta: float
-    ) -> LangevinState:
-        return state
+    def _measure(
+        self, state: LangevinState, release: Mapping[str, Tensor], which: str, eta: float
+    ) -> None:
+        pass
+
+    def update(self, state: LangevinState, release: Mapping[str, Tensor]) -> LangevinState:
+        """Take a Langevin step; see `LangevinProcess.update`."""
+        return dataclasses.replace(super().update(state, release), pairs=0)
 
     def ready(self, state: LangevinState) -> None:
         """Let rank 0 make the file, and reserve its disk space."""
