@@ -1830,3 +1830,30 @@ def messages_are_rounded_to_float32(patch: Patch) -> None:
         return {name: value.float() for name, value in found.items()}
 
     around(patch, silos.Message, "spread", spread)
+
+
+def messages_count_when_they_are_answered(patch: Patch) -> None:
+    said, against = silos.said_of_sums, silos.against_sums
+    sent = silos.Site.statement
+
+    def statement(self, *given):
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(silos, "against_sums", lambda p, _, left: against(p, self.step, left))
+            inner.setattr(silos, "said_of_sums", lambda p, _, k: said(p, self.step, k))
+            return sent(self, *given)
+
+    patch.setattr(silos.Site, "statement", statement)
+
+
+def statements_of_sums_forget_the_ledger(patch: Patch) -> None:
+    patch.setattr(Ledger, "beside", lambda self, run: [])
+
+
+def nobody_counts_the_sites(patch: Patch) -> None:
+    """Sums of fewer sites, or of one of them twice, are taken for those of all."""
+    gather = ranks.Ranks.gather
+
+    def gathered(self, values):
+        return torch.arange(3) if values.dim() == 0 else gather(self, values)
+
+    patch.setattr(ranks.Ranks, "gather", gathered)

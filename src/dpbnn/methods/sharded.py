@@ -112,6 +112,8 @@ def check_sharded(method: Method, plan: Plan, folder: Path | None, persons: bool
     elif isinstance(method, SGLD | SGHMC):
         if method.chains > 1:
             refused = f"chains={method.chains}: of a sharded network one chain is run"
+        elif not plan.private:
+            refused = "plan: a sharded chain has the noise of a private plan; use a plain network"
         elif folder is None and method.folder is None:
             refused = (
                 "out: missing; all ranks write the iterates of a sharded network to one file, so "
