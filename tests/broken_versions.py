@@ -61,6 +61,7 @@ from dpbnn.methods.sep import SEPProcess
 from dpbnn.methods.sgd import SGDProcess
 from dpbnn.methods.sgld import LangevinProcess
 from dpbnn.methods.watch import Watch
+from dpbnn.networks.sharded import Sharding
 from dpbnn.posteriors import IterateWriter, iterate_file
 from dpbnn.privacy import (
     accountants,
@@ -1681,6 +1682,20 @@ def a_share_goes_to_two_ranks(patch: Patch) -> None:
             yield number, (self.records % 2 == 1).nonzero().flatten() if len(where) else where
 
     around(patch, slices.SlicedShares, "passes", passes)
+
+
+def frozen_weights_count_by_shape(patch: Patch) -> None:
+    """A run goes on with its noise on other frozen weights."""
+
+    def identity(original, self, network):
+        found, _ = original(self, network)
+        return found, list(found[0].parameters())
+
+    around(patch, Sharding, "identity", identity)
+
+
+def any_arithmetic_will_do(patch: Patch) -> None:
+    patch.setattr(resume, "arithmetic", lambda device: [])
 
 
 # 6: batches above the capacity of a captured step

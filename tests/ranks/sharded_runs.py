@@ -43,9 +43,9 @@ def sharded(make=mlp):
     return made
 
 
-def fit(name="sgd", make=mlp, data=None, spread=True, **options):
+def fit(name="sgd", make=mlp, data=None, spread=sharded, **options):
     settings = {"method": METHODS[name], "plan": plan(), "progress": False, **options}
-    network = sharded(make) if spread else make
+    network = spread(make) if spread else make
     return dpbnn.fit(network, dataset() if data is None else data, **settings)
 
 
@@ -72,16 +72,32 @@ def traced(name, folder, **options):
     return pieces, posterior.privacy.to_dict()
 
 
-def on_ranks(size, name="sgd", **options):
-    """Return noise of every release, all numbers of the posterior that one process reads, and the
-    statements; an error of a rank is raised."""
+def at_once(make=mlp):
+    """Return a function that makes a network of which one call has spread all parameters."""
+    return lambda: fully_shard(make(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def head_alone(make=mlp):
+    """Return a function that makes a network whose last layer is spread, and all others are not."""
+
+    def made():
+        network = make()
+        fully_shard(network[-1], mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        return network
+
+    return made
+
+
+def on_ranks(size, name="sgd", loaded=None, **options):
+    """Return noise of every release, all numbers of the posterior that one process reads (into a
+    network that is given), and the statements; an error of a rank is raised."""
     with tempfile.TemporaryDirectory() as name_of:
         folder = Path(name_of)
         options.setdefault("out", folder / "run")
         ranks = together(size, lambda rank: traced(name, folder / "saved", **options))
         for left in ranks:
             assert isinstance(left, tuple), left
-        posterior = dpbnn.load(folder / "saved")
+        posterior = dpbnn.load(folder / "saved", loaded)
         found = numbers(posterior)
     return joined([rank[0] for rank in ranks]), found, [rank[1] for rank in ranks]
 

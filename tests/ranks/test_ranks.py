@@ -250,6 +250,14 @@ def test_item_58_a_rank_whose_weights_differ_stops_all(tmp_path):
         assert "after step 3 the ranks have different weights" in str(error)
 
 
+def test_the_default_group_may_have_any_backend_and_carries_nothing():
+    """Such as NCCL; what this one is given is lost."""
+    pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    first, second = together(2, lambda rank: numbers(fit(debug_seed=3)), backend="fake")
+    assert torch.equal(first, second)
+    assert torch.allclose(first, numbers(fit(debug_seed=3)), rtol=0, atol=1e-5)
+
+
 def test_a_gate_of_ones_own_is_refused_on_ranks():
     def work(rank):
         with pytest.raises(RuntimeError, match="a process group of 2"):

@@ -1,14 +1,16 @@
 """Sharded networks (FSDP2): one noise, whole norms, the same posterior as unsharded ones."""
 
 import dataclasses
+import functools
 import os
 import signal
 
 import broken_versions as broken
 import pytest
 import torch
+import torch.distributed as dist
 from killed_runs import WRONG, killed
-from sharded_runs import encoder, fit, mlp, on_ranks, sharded
+from sharded_runs import at_once, encoder, fit, head_alone, mlp, on_ranks, sharded
 from small_runs import METHODS, STEPS, N, dataset, drawn_noise, numbers, plan
 from together import together
 from torch import nn
@@ -88,6 +90,21 @@ def test_frozen_layers_and_likelihoods_of_numbers():
     check_one_run(unsharded(**options), on_ranks(2, **options))
 
 
+def test_a_layer_that_is_used_twice_and_tied_weights():
+    def tied():
+        layer = nn.Linear(4, 4)
+        network = nn.Sequential(
+            layer, nn.Tanh(), layer, nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 3)
+        )
+        network[4].weight = layer.weight
+        return network
+
+    alone = unsharded(make=tied, debug_seed=3)
+    ranks = on_ranks(2, loaded=tied(), make=tied, spread=at_once, debug_seed=3)
+    assert len(ranks[0][0]) == 4 * 4 + 4 + 4 + 3 * 4 + 3  # the weight counts once
+    check_one_run(alone, ranks)
+
+
 @fails_on(65, broken.every_rank_charges)
 def test_item_65_one_ledger_has_every_release_once(tmp_path):
     ranks = together(2, lambda rank: fit(out=tmp_path).privacy.to_dict())
@@ -138,7 +155,7 @@ def test_a_method_is_replayed_on_a_sharded_network():
         assert max(found.distances) > 0.1
 
 
-def stopped(rank, name, out, at=4):
+def stopped(rank, name, out, at=4, **options):
     """Fit until rank 1 gets an interrupt after some step."""
     kind = {"sgd": dpbnn.methods.sgd.SGDProcess, "sgld": dpbnn.methods.sgld.LangevinProcess}[name]
     update = kind.update
@@ -152,7 +169,7 @@ def stopped(rank, name, out, at=4):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, "update", interrupting)
         with pytest.raises(KeyboardInterrupt):
-            fit(name, out=out, checkpoint_every=100)
+            fit(name, out=out, checkpoint_every=100, **options)
     return "stopped"
 
 
@@ -182,21 +199,47 @@ def test_item_65_a_sharded_run_goes_on_on_another_number_of_ranks(tmp_path, name
     assert Ledger(out / "ledger.jsonl").releases == STEPS
 
 
-def test_rows_that_are_damaged_are_refused(tmp_path):
-    together(2, lambda rank: stopped(rank, "sgd", tmp_path))
-    (folder,) = tmp_path.glob("rows-*")
-    file = sorted(folder.iterdir())[0]
-    held = bytearray(file.read_bytes())
-    held[-1] ^= 1
-    file.write_bytes(held)
-    for error in together(2, lambda rank: fit(out=tmp_path, resume=True)):
-        assert "is missing or damaged" in str(error)
+def partly_frozen(scale):
+    def made():
+        network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        network[0].requires_grad_(False).weight.mul_(scale)
+        return network
+
+    return made
 
 
-def test_a_sharded_run_does_not_go_on_unsharded(tmp_path):
-    together(2, lambda rank: stopped(rank, "sgd", tmp_path))
-    for error in together(2, lambda rank: fit(spread=False, out=tmp_path, resume=True)):
-        assert "not those of the run to be resumed" in str(error)
+@fails_on(65, broken.frozen_weights_count_by_shape, broken.any_arithmetic_will_do)
+def test_item_65_noise_serves_the_same_computation_alone(tmp_path):
+    """A frozen layer that is not spread is part of it, and so is autocast."""
+    options = {"make": partly_frozen(1.0), "spread": head_alone}
+    other = "not those of the run to be resumed"
+
+    def refused(words, autocast=False, **change):
+        with (
+            torch.autocast("cpu", enabled=autocast),
+            pytest.raises((ValueError, FileNotFoundError), match=words),
+        ):
+            fit(out=tmp_path, resume=True, **{**options, **change})
+
+    def work(rank):
+        stopped(rank, "sgd", tmp_path, **options)
+        refused(f"network: {other}", make=partly_frozen(2.0))
+        refused(f"network: {other}", spread=None)
+        refused(f"torch's arithmetic: {other}", autocast=True)
+        dist.barrier()
+        (folder,) = tmp_path.glob("rows-*")
+        file = sorted(folder.iterdir())[0]
+        if not rank:
+            whole = file.read_bytes()
+            file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        refused("is missing or damaged")
+        if not rank:
+            file.write_bytes(whole)
+        return fit(out=tmp_path, resume=True, **options).privacy.to_dict()
+
+    ranks = together(2, work)
+    assert all(isinstance(left, dict) for left in ranks), ranks
+    assert Ledger(tmp_path / "ledger.jsonl").releases == STEPS
 
 
 def test_the_network_is_trained_as_it_is_and_left_sharded(tmp_path):
@@ -254,6 +297,11 @@ def own_layer(mesh):
     return fully_shard(nn.Sequential(Own(), nn.Linear(4, 3)), mesh=mesh)
 
 
+def owned():
+    x, y = (part.tensor_split([40])[dist.get_rank()] for part in dataset())
+    return dpbnn.DataSource((x, y), owned=True)
+
+
 REFUSED = {
     "VI: does not take a sharded network": {"method": dpbnn.VI()},
     "relation='add-remove': does not take": {"plan": plan(relation="add-remove")},
@@ -261,6 +309,11 @@ REFUSED = {
     "go by name, such as 'adam'": {"method": dpbnn.SGD(optimizer=torch.optim.Adam)},
     "chains=2: of a sharded network": {"method": dpbnn.SGLD(chains=2)},
     "out: missing; all ranks write": {"method": dpbnn.SGLD()},
+    "has the noise of a private plan": {
+        "method": dpbnn.SGLD(),
+        "plan": dpbnn.open_plan(n=N, batch_size=12, steps=STEPS),
+    },
+    "owned: does not take a sharded": {"data": owned},
     "units, observers: do not take": {"units": list(range(N))},
     "shard_placement_fn": {"model": along_columns},
     "leave mp_policy out": {"model": half},
@@ -270,17 +323,22 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_sharded_networks_cannot_do_is_refused(words):
+def test_what_sharded_networks_cannot_do_is_refused():
     def work(rank):
-        options = dict(REFUSED[words])
-        make = options.pop("model", None)
-        model = (lambda: make(init_device_mesh("cpu", (2,)))) if make else sharded()
-        settings = {"method": METHODS["sgd"], "plan": plan(), "progress": False, **options}
-        return dpbnn.fit(model, dataset(), **settings)
+        mesh, found = init_device_mesh("cpu", (2,)), {}
+        for words, change in REFUSED.items():
+            settings = {"method": METHODS["sgd"], "plan": plan(), "progress": False, **change}
+            model, data = settings.pop("model", None), settings.pop("data", dataset)
+            made = functools.partial(model, mesh) if model else sharded()
+            try:
+                dpbnn.fit(made, data(), **settings)
+            except ValueError as error:
+                found[words] = str(error)
+        return found
 
-    for error in together(2, work):
-        assert words in str(error), error
+    for found in together(2, work):
+        assert found.keys() == REFUSED.keys()
+        assert all(words in said for words, said in found.items()), found
 
 
 def test_a_few_kills_of_sharded_ranks(tmp_path):

@@ -191,7 +191,9 @@ def test_item_64_a_site_that_begins_anew_counts_what_it_has_sent_before(tmp_path
     views = []
     for _ in range(2):
         data = tuple(part[: RECORDS[0]] for part in dataset())
-        one = Site(network(), data, site=0, records=RECORDS, ledger=ledger, **settings("vi", plan()))
+        one = Site(
+            network(), data, site=0, records=RECORDS, ledger=ledger, **settings("vi", plan())
+        )
         one.message()
         views.append(one.statement(0).epsilon)
         assert one.statement(2).epsilon <= one.statement().epsilon

@@ -19,7 +19,7 @@ from forks import fork
 DEADLINE = 120.0  # seconds; a group takes about one
 
 
-def begun(size: int, work: Callable[[int], Any], folder: Path) -> list[int]:
+def begun(size: int, work: Callable[[int], Any], folder: Path, backend: str = "gloo") -> list[int]:
     """Fork processes of one group; each leaves what its work returned, or raised, in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     children = []
@@ -30,7 +30,7 @@ def begun(size: int, work: Callable[[int], Any], folder: Path) -> list[int]:
             try:
                 store = dist.FileStore(str(folder / "store"), size)
                 dist.init_process_group(
-                    "gloo", store=store, rank=rank, world_size=size,
+                    backend, store=store, rank=rank, world_size=size,
                     timeout=timedelta(seconds=DEADLINE / 2),
                 )  # fmt: skip
                 try:
@@ -72,8 +72,8 @@ def ended(children: list[int], folder: Path, grace: float = DEADLINE) -> list[An
     return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
 
 
-def together(size: int, work: Callable[[int], Any]) -> list[Any]:
+def together(size: int, work: Callable[[int], Any], backend: str = "gloo") -> list[Any]:
     """Return what `work(rank)` returns, or raises, on each of so many ranks."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        return ended(begun(size, work, folder), folder)
+        return ended(begun(size, work, folder, backend), folder)
