@@ -3,6 +3,7 @@
 Broken versions of the library that a test has put in place are in the forked processes too.
 """
 
+import importlib
 import os
 import pickle
 import signal
@@ -16,6 +17,8 @@ from typing import Any
 import torch.distributed as dist
 from forks import fork
 
+for _name in ("torch._dynamo", "torch.distributed.checkpoint.hf_storage"):
+    importlib.import_module(_name)  # for optimizers and checkpoints: once, not in each process
 DEADLINE = 120.0  # seconds; a group takes about one
 
 
