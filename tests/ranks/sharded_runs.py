@@ -88,18 +88,29 @@ def head_alone(make=mlp):
     return made
 
 
-def on_ranks(size, name="sgd", loaded=None, **options):
-    """Return noise of every release, all numbers of the posterior that one process reads (into a
-    network that is given), and the statements; an error of a rank is raised."""
-    with tempfile.TemporaryDirectory() as name_of:
-        folder = Path(name_of)
-        options.setdefault("out", folder / "run")
-        ranks = together(size, lambda rank: traced(name, folder / "saved", **options))
+def each_on_ranks(size, runs):
+    """Return of each of several fits by one group, given by its options: noise of every release,
+    all numbers of the posterior that one process reads (into a network, where `loaded` is given),
+    and the statements. An error of a rank is raised."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, found = Path(name), []
+
+        def work(rank):
+            left = []
+            for number, options in enumerate(runs):
+                given = {name: value for name, value in options.items() if name != "loaded"}
+                given = {"name": "sgd", "out": folder / f"run {number}", **given}
+                left.append(traced(folder=folder / f"saved {number}", **given))
+            return left
+
+        ranks = together(size, work)
         for left in ranks:
-            assert isinstance(left, tuple), left
-        posterior = dpbnn.load(folder / "saved", loaded)
-        found = numbers(posterior)
-    return joined([rank[0] for rank in ranks]), found, [rank[1] for rank in ranks]
+            assert isinstance(left, list), left
+        for number, (options, *left) in enumerate(zip(runs, *ranks, strict=True)):
+            posterior = dpbnn.load(folder / f"saved {number}", options.get("loaded"))
+            noise = joined([rank[0] for rank in left])
+            found.append((noise, numbers(posterior), [rank[1] for rank in left]))
+    return found
 
 
 def joined(ranks):

@@ -19,6 +19,7 @@ def example():
     return module
 
 
+@pytest.mark.once
 def test_turns_of_three_sites():
     module = example()
     turns = [module.Turns(module.begun(number)) for number in range(3)]

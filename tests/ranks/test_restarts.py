@@ -107,6 +107,7 @@ def test_refusals_of_rank_0_reach_all_ranks(tmp_path):
         assert "of a run with other settings" in str(error)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("owned", [False, True])
 def test_a_few_kills(owned, tmp_path):
     """The record of 200 kills is in docs/scaling.md."""
