@@ -169,6 +169,7 @@ def finished(name, folder, **options):
 def test_item_65_a_sharded_run_goes_on_on_another_number_of_ranks(tmp_path, cases):
     """DCP gives every rank its rows; with the same keys nothing is paid twice."""
     whole, runs = tmp_path / "whole", tmp_path / "runs"
+    whole.mkdir()
 
     def work(rank):
         for name in cases:
