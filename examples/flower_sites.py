@@ -49,8 +49,12 @@ class Turns:
 
     def __init__(self, site: dpbnn.Site) -> None:
         self.site = site
-        text = json.dumps(site.agreed, sort_keys=True)
-        self.agreed = hashlib.sha256(text.encode()).hexdigest()
+
+    def told(self) -> dict[str, Any]:
+        """Return who has sent the message, of which step, and what the site was begun with."""
+        text = json.dumps(self.site.agreed, sort_keys=True)
+        agreed = hashlib.sha256(text.encode()).hexdigest()
+        return {"site": self.site.site, "step": self.site.step, "agreed": agreed}
 
     def answer(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """Return the message of the next step, given the sum of the last one; none at the end."""
@@ -61,10 +65,12 @@ class Turns:
         return [self.site.message().numpy()]
 
 
-def added(messages: list[list[np.ndarray]], agreed: list[str]) -> list[np.ndarray]:
-    """Return the sum of all sites' messages; raise where a site is missing or differs."""
-    if len(messages) != len(RECORDS) or len({*agreed}) != 1:
-        raise RuntimeError("a site is missing, or was begun with other settings than the others")
+def added(messages: list[list[np.ndarray]], told: list[dict[str, Any]]) -> list[np.ndarray]:
+    """Return the sum of all sites' messages of one step; raise where they are something else."""
+    if sorted(one["site"] for one in told) != list(range(len(RECORDS))):
+        raise RuntimeError("a site is missing, or is there twice")
+    if len({(one["step"], one["agreed"]) for one in told}) != 1:
+        raise RuntimeError("a site is at another step, or was begun with other settings")
     return [np.sum(parts, axis=0) for parts in zip(*messages, strict=True)]
 
 
@@ -77,7 +83,7 @@ def serve() -> None:
             if failures:
                 raise RuntimeError("a site has failed; begin all of them anew")
             found = [flwr.common.parameters_to_ndarrays(one.parameters) for _, one in results]
-            total = added(found, [str(one.metrics["agreed"]) for _, one in results])
+            total = added(found, [one.metrics for _, one in results])
             return flwr.common.ndarrays_to_parameters(total), {}
 
     sums = Sums(
@@ -97,7 +103,7 @@ def take_part(number: int) -> None:
 
     class Client(flwr.client.NumPyClient):
         def fit(self, parameters: list[np.ndarray], config: Any) -> Any:
-            return turns.answer(parameters), RECORDS[number], {"agreed": turns.agreed}
+            return turns.answer(parameters), RECORDS[number], turns.told()
 
     flwr.client.start_client(server_address=ADDRESS, client=Client().to_client())
     posterior = turns.site.posterior()

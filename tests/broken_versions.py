@@ -63,6 +63,7 @@ from dpbnn.methods.sep import SEPProcess
 from dpbnn.methods.sgd import SGDProcess
 from dpbnn.methods.sgld import LangevinProcess
 from dpbnn.methods.watch import Watch
+from dpbnn.networks.sharded import Sharding
 from dpbnn.posteriors import IterateWriter, iterate_file
 from dpbnn.privacy import (
     accountants,
@@ -1630,10 +1631,9 @@ def every_rank_charges(patch: Patch) -> None:
     around(patch, resume.Run, "_joint_ledger", opened)
 
 
-def shares_overlap(patch: Patch) -> dict:
+def shares_overlap(patch: Patch) -> None:
     """Two ranks both take the records of a shard."""
     patch.setattr(group.Group, "mine", lambda self: range(self.shards))
-    return {"name": "sgd"}
 
 
 def nobody_compares_what_ranks_were_given(patch: Patch) -> None:
@@ -1692,6 +1692,20 @@ def a_share_goes_to_two_ranks(patch: Patch) -> None:
             yield number, (self.records % 2 == 1).nonzero().flatten() if len(where) else where
 
     around(patch, slices.SlicedShares, "passes", passes)
+
+
+def frozen_weights_count_by_shape(patch: Patch) -> None:
+    """A run goes on with its noise on other frozen weights."""
+
+    def identity(original, self, network):
+        found, _ = original(self, network)
+        return found, list(found[0].parameters())
+
+    around(patch, Sharding, "identity", identity)
+
+
+def any_arithmetic_will_do(patch: Patch) -> None:
+    patch.setattr(resume, "arithmetic", lambda device: [])
 
 
 # 6: batches above the capacity of a captured step
@@ -1879,7 +1893,34 @@ def messages_are_rounded_to_float32(patch: Patch) -> None:
     around(patch, silos.Message, "spread", spread)
 
 
-# 65: cells that change how others are read
+def messages_count_when_they_are_answered(patch: Patch) -> None:
+    said, against = silos.said_of_sums, silos.against_sums
+    sent = silos.Site.statement
+
+    def statement(self, *given):
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(silos, "against_sums", lambda p, _, left: against(p, self.step, left))
+            inner.setattr(silos, "said_of_sums", lambda p, _, k: said(p, self.step, k))
+            return sent(self, *given)
+
+    patch.setattr(silos.Site, "statement", statement)
+
+
+def statements_of_sums_forget_the_ledger(patch: Patch) -> None:
+    patch.setattr(Ledger, "beside", lambda self, run: [])
+
+
+def nobody_counts_the_sites(patch: Patch) -> None:
+    """Sums of fewer sites, or of one of them twice, are taken for those of all."""
+    gather = ranks.Ranks.gather
+
+    def gathered(self, values):
+        return torch.arange(3) if values.dim() == 0 else gather(self, values)
+
+    patch.setattr(ranks.Ranks, "gather", gathered)
+
+
+# 68: cells that change how others are read
 
 
 def booleans_are_numbers_in_whole_columns_alone(patch: Patch) -> None:

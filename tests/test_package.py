@@ -73,6 +73,7 @@ BELOW = {
     "rank_rows": {"computed", "privacy", "rows", "sources"},
     "resume": {
         "checkpoint",
+        "computed",
         "methods",
         "networks",
         "posteriors",

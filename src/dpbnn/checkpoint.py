@@ -41,7 +41,7 @@ class Keys:
         salt: key of the digests.
         bound: digests of all that the keys are used for, by part; the data are one of them.
         shards: into how many parts batches are divided; see `dpbnn.privacy.group`.
-        threads: of every process, where there are several shards. Sums depend on both.
+        threads: of every process. Sums depend on both.
     """
 
     name: str

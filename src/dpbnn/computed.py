@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["digest"]
+__all__ = ["arithmetic", "digest", "repeats"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -43,6 +43,26 @@ _INSTALLED = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {str(Path(__file__).parent), "<frozen"}
 )
+
+
+def arithmetic(device: torch.device) -> list[Any]:
+    """Return what decides how torch rounds on a device, beside the operations of a run."""
+    kind, cuda = device.type, device.type == "cuda"
+    return [
+        torch.__version__,
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability(),
+    ]
+
+
+def repeats(device: torch.device) -> bool:
+    """Return whether sums come out the same, bit for bit, when they are computed again.
+
+    On other devices than the CPU some operations, such as `index_add_`, add in any order.
+    """
+    return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
 
 
 def digest(value: Any, key: bytes, trained: Iterable[Tensor] = ()) -> str:

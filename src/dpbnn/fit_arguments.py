@@ -54,9 +54,7 @@ def alone(group: Group, what: str, sharded: bool = False) -> Group:
         sharded: whether it is.
     """
     if sharded:
-        raise ValueError(
-            f"{what}: does not take a sharded network; use a plain one, in one process"
-        )
+        raise ValueError(f"{what}: does not take a sharded network; use a plain one")
     if group.size > 1:
         raise ValueError(
             f"{what}: works in one process, and {group.size} were started together; start one, or "

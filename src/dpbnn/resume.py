@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dpbnn.checkpoint import Checkpoint, Keys, RunFolder, folder_lock
+from dpbnn.computed import arithmetic, repeats
 from dpbnn.methods.method import AnyProcess, Method, Problem
 from dpbnn.methods.state import flat
 from dpbnn.methods.watch import Watch
@@ -250,8 +251,7 @@ class Run(ABC):
         Without keys on disk the steps after the checkpoint get new ones: they are other releases,
         and are charged.
         """
-        shards = self.group.shards
-        threads = torch.get_num_threads() if shards > 1 else 0
+        shards, threads = self.group.shards, torch.get_num_threads()
         if self.debug_seed is not None:
             seed = hashlib.sha256(f"debug {self.debug_seed}".encode()).digest()
             sampling = ratchet(seed, before.step if before else 0)
@@ -284,6 +284,7 @@ class Run(ABC):
             seed=self.seed,
             microbatch_size=self.problem.microbatch_size,
             device=self.device.type,
+            **{"torch's arithmetic": arithmetic(self.device)},
             **split,
         )
 
@@ -348,7 +349,7 @@ class Run(ABC):
                 if self.step % self.every == 0:
                     self._compare()
                 if stop or (self._due() and self.step < self.plan.steps):
-                    self._save_checkpoint()
+                    self._save_checkpoint(stop is not None)
                 if stop:
                     raise stop
 
@@ -389,15 +390,14 @@ class Run(ABC):
     def _settle(self) -> None:  # noqa: B027, most have nothing to look at
         """Look at what the steps have left, before anything of them leaves the run."""
 
-    def _save_checkpoint(self) -> None:
+    def _save_checkpoint(self, last: bool) -> None:
         if self.files is not None:
             self._save_rows(self.files)
         if self.folder is not None:
             self._settle()
-            # Rows that may differ when they are read again would get the same noise once more.
-            again = self.debug_seed is None and self.rows.fixed
+            # Sums that may differ when they are made again would get the same noise once more.
+            again = self.debug_seed is None and self.rows.fixed and (last or repeats(self.device))
             self.folder.save(self._checkpoint, self.keys if again else None)
-
             if self.files is not None:
                 self.files.forget_others()
 

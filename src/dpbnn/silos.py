@@ -147,6 +147,7 @@ class Site:
         self._open.enter_context(self._run.opened())
         self._run.watch.begin(self._run.process, self._run.state)
         self._batches = rows.ahead(self._run.batches(), seed)
+        self._sent = 0
         self._waiting: Any = None
 
     @property
@@ -162,8 +163,12 @@ class Site:
     def message(self) -> Tensor:
         """Return the next message, in float64: this site's clipped sum with its own noise."""
         run = self._run
-        if self._waiting is not None or self.step == self.steps:
-            raise RuntimeError("message: the last one waits for its sum, or all steps are made")
+        if self._sent != self.step or self.step == self.steps:
+            raise RuntimeError(
+                "message: the last one waits for its sum, or a step has failed, or all steps are "
+                "made"
+            )
+        self._sent += 1  # also where it fails: no step is made twice
         batch = next(self._batches)
         sigma = run.reserve()
         with _random_state(seed_of(self.seed, self.step)), unfused_attention():
@@ -183,7 +188,7 @@ class Site:
         return torch.cat([value.double().reshape(-1) for value in sums.values()])
 
     def apply(self, total: Tensor) -> None:
-        """Move the model by the sum of all sites' messages of this step."""
+        """Move the model by the sum of all sites' messages of this step, each taken once."""
         if self._waiting is None:
             raise RuntimeError("apply: no message waits for its sum; send one first")
         state, shapes = self._waiting
@@ -206,29 +211,33 @@ class Site:
         run.step += 1
 
     def statement(self, knowing: int | None = None) -> PrivacyStatement:
-        """Return what holds for the records of this site so far.
+        """Return what holds for the records of this site, with all that its ledger holds so far.
+
+        A message counts from when it is made, whether its sum has come or not.
 
         Args:
             knowing: against so many of the other sites, who act together and see all sums of
                 messages, but no message of a site that is not with them; 0 is somebody outside.
                 Sites that add no noise are to be counted in. None is against everybody: who
-                collects the messages, and all other sites; and with all that the ledger holds.
+                collects the messages, and all other sites.
         """
         run, sites = self._run, len(self.records)
         if knowing is None:
             views: tuple[str, ...] = ()
-            if run.gate.noise.private and self.plan.private and self.step:
-                views = said_of_sums(run.plan, self.step, sites)
+            if run.gate.noise.private and self.plan.private and self._sent:
+                views = said_of_sums(run.plan, self._sent, sites)
             return run.gate.statement(delta=self.plan.delta, caveats=views)
         check_count(0, knowing=knowing)
         if knowing >= sites:
             raise ValueError(f"knowing={knowing}: there are {sites - 1} other sites")
+        whole = run.gate.statement(delta=self.plan.delta)
+        if not (whole.private and whole.complete):
+            return whole
         left = sites - knowing
         return PrivacyStatement.of(
-            against_sums(run.plan, self.step, left),
+            (*run.gate.ledger.beside(run.run), *against_sums(run.plan, self._sent, left)),
             delta=self.plan.delta,
             relation=self.plan.relation,
-            debug=not run.gate.noise.private,
             caveats=(
                 f"holds against who sees sums over all {sites} sites and nothing else of a step, "
                 f"where {left} of them, this one included, add their noise and keep it secret",
@@ -262,6 +271,12 @@ def train(site: Site, group: Group) -> Posterior:
         group: adds up the messages of all sites. Its rank 0 collects them; see `Site.statement`.
     """
     site.check_same(group)
+    numbers = group.gather(torch.tensor(site.site)).tolist()
+    if sorted(numbers) != list(range(len(site.records))):
+        raise ValueError(
+            f"group: has the sites {numbers} where {len(site.records)} were agreed on; each of "
+            f"them takes part once, or the noise of the sums is not the one that is stated"
+        )
     while site.step < site.steps:
         site.apply(group.spread(group.sum(site.message())))
     site.check_same(group)

@@ -189,14 +189,16 @@ def fit(
         runs = parts.runnable(network)
 
         def own_rows(own: Any, n: int | None) -> Rows | StreamedRows:
+            if isinstance(parts, Sharding) and group.starts:  # ranks would run it unequally often
+                alone(group, "owned", sharded=True)
             hashed = out is not None or group.size > 1
             rows = checked_rows(own, runs, likely, n, place, on_bad_rows, hashed)
             return rows if units is None else rows.by_unit(owners)
 
         rows = over_ranks(group, data, size, on_bad_rows, own_rows)
         held = rows.rows if isinstance(rows, RankRows) else rows
-        if isinstance(parts, Sharding) and (group.starts or held.x is None):
-            alone(group, "data that a rank owns, or reads batch by batch", sharded=True)
+        if isinstance(parts, Sharding) and held.x is None:
+            alone(group, "data that is read batch by batch", sharded=True)
         rows.check_batches(settled.sampler.most(0))
         watch.check()
         problem = Problem(

@@ -43,9 +43,9 @@ def sharded(make=mlp):
     return made
 
 
-def fit(name="sgd", make=mlp, data=None, spread=True, **options):
+def fit(name="sgd", make=mlp, data=None, spread=sharded, **options):
     settings = {"method": METHODS[name], "plan": plan(), "progress": False, **options}
-    network = sharded(make) if spread else make
+    network = spread(make) if spread else make
     return dpbnn.fit(network, dataset() if data is None else data, **settings)
 
 
@@ -72,18 +72,45 @@ def traced(name, folder, **options):
     return pieces, posterior.privacy.to_dict()
 
 
-def on_ranks(size, name="sgd", **options):
-    """Return noise of every release, all numbers of the posterior that one process reads, and the
-    statements; an error of a rank is raised."""
-    with tempfile.TemporaryDirectory() as name_of:
-        folder = Path(name_of)
-        options.setdefault("out", folder / "run")
-        ranks = together(size, lambda rank: traced(name, folder / "saved", **options))
+def at_once(make=mlp):
+    """Return a function that makes a network of which one call has spread all parameters."""
+    return lambda: fully_shard(make(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def head_alone(make=mlp):
+    """Return a function that makes a network whose last layer is spread, and all others are not."""
+
+    def made():
+        network = make()
+        fully_shard(network[-1], mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        return network
+
+    return made
+
+
+def each_on_ranks(size, runs):
+    """Return of each of several fits by one group, given by its options: noise of every release,
+    all numbers of the posterior that one process reads (into a network, where `loaded` is given),
+    and the statements. An error of a rank is raised."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, found = Path(name), []
+
+        def work(rank):
+            left = []
+            for number, options in enumerate(runs):
+                given = {name: value for name, value in options.items() if name != "loaded"}
+                given = {"name": "sgd", "out": folder / f"run {number}", **given}
+                left.append(traced(folder=folder / f"saved {number}", **given))
+            return left
+
+        ranks = together(size, work)
         for left in ranks:
-            assert isinstance(left, tuple), left
-        posterior = dpbnn.load(folder / "saved")
-        found = numbers(posterior)
-    return joined([rank[0] for rank in ranks]), found, [rank[1] for rank in ranks]
+            assert isinstance(left, list), left
+        for number, (options, *left) in enumerate(zip(runs, *ranks, strict=True)):
+            posterior = dpbnn.load(folder / f"saved {number}", options.get("loaded"))
+            noise = joined([rank[0] for rank in left])
+            found.append((noise, numbers(posterior), [rank[1] for rank in left]))
+    return found
 
 
 def joined(ranks):

@@ -19,13 +19,14 @@ def example():
     return module
 
 
+@pytest.mark.once
 def test_turns_of_three_sites():
     module = example()
     turns = [module.Turns(module.begun(number)) for number in range(3)]
     total = []
     for _ in range(module.STEPS + 1):
         messages = [one.answer(total) for one in turns]
-        total = module.added(messages, [one.agreed for one in turns])
+        total = module.added(messages, [one.told() for one in turns])
     assert total == []
     posteriors = [one.site.posterior() for one in turns]
     x, y = module.rows(2)
@@ -33,10 +34,15 @@ def test_turns_of_three_sites():
     assert right.double().mean() > 0.5
     outside, own = turns[0].site.statement(0).epsilon, posteriors[0].privacy.epsilon
     assert outside <= 2.0 < own
-    with pytest.raises(RuntimeError, match="a site is missing"):
-        module.added([[np.zeros(3)]] * 2, ["a", "a"])
-    with pytest.raises(RuntimeError, match="other settings"):
-        module.added([[np.zeros(3)]] * 3, ["a", "b", "a"])
+    told = [{"site": number, "step": 4, "agreed": "a"} for number in range(3)]
+    for wrong, words in [
+        (told[:2], "a site is missing"),
+        ([*told[:2], told[0]], "is there twice"),
+        ([*told[:2], {**told[2], "agreed": "b"}], "other settings"),
+        ([*told[:2], {**told[2], "step": 3}], "at another step"),  # its old message, once more
+    ]:
+        with pytest.raises(RuntimeError, match=words):
+            module.added([[np.zeros(3)]] * len(wrong), wrong)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flwr") is None, reason="flwr is not installed")

@@ -1,6 +1,8 @@
 """Ranks that own rows: each record has one owner, and all of them are one dataset."""
 
+import json
 import os
+import re
 import signal
 
 import broken_versions as broken
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from small_runs import METHODS, STEPS, N, dataset, fit, network, numbers, plan
-from test_ranks import check_one_run, on_ranks, traced
+from test_ranks import SETTINGS, check_one_run, refusals, traced
 from together import together
 from torch.utils.data import Dataset
 from twins import fails_on, twins_of
@@ -44,13 +46,14 @@ def own(rank, counts, kind="tensors", folder=None, data=None):
     return dpbnn.DataSource(given, owned=True, memory=memory)
 
 
-def on_owners(counts, name="sgd", kind="tensors", folder=None, **options):
+def each_on_owners(counts, runs):
+    """Noise, numbers and statement of every rank, of several fits by one group of owners."""
     found = together(
-        len(counts), lambda rank: traced(name, data=own(rank, counts, kind, folder), **options)
+        len(counts), lambda rank: [traced(**{"data": own(rank, counts), **run}) for run in runs]
     )
     for left in found:
-        assert isinstance(left, tuple), left
-    return found
+        assert isinstance(left, list), left
+    return list(zip(*found, strict=True))
 
 
 @fails_on(
@@ -58,40 +61,29 @@ def on_owners(counts, name="sgd", kind="tensors", folder=None, **options):
     broken.a_rank_divides_by_its_own_records,
     broken.owners_draw_from_their_own_records,
     broken.owners_begin_at_the_same_number,
-    name="sgd", size=2,
-)  # fmt: skip
-@pytest.mark.parametrize(
-    ("name", "size"), [*((name, 2) for name in METHODS), ("sgd", 3), ("bbp", 3)]
+    cases=((2, ("sgd",)),),
 )
-def test_item_63_owners_train_what_one_process_trains_on_all_rows(name, size):
+@pytest.mark.parametrize("cases", [((2, tuple(METHODS)), (3, ("sgd", "bbp")))], ids=["all"])
+def test_item_63_owners_train_what_one_process_trains_on_all_rows(cases):
     """Of three ranks one owns nothing."""
-    alone = traced(name, debug_seed=3)
-    owned = on_owners(UNEVEN[size], name, debug_seed=3)
-    check_one_run(alone, owned, 1e-5 if name != "mcdropout" else 1.0)
+    for size, names in cases:
+        runs = [{"name": name, "debug_seed": 3} for name in names]
+        for run, owned in zip(runs, each_on_owners(UNEVEN[size], runs), strict=True):
+            check_one_run(traced(**run), owned, 1e-5 if run["name"] != "mcdropout" else 1.0)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"relation": "replace-one", "sampling": "fixed-size"},
-        {"relation": "add-remove"},
-        {"sampling": "partition"},
-        {"sampling": "full-batch", "batch_size": None},
-    ],
-    ids=str,
-)
-def test_all_samplings_and_relations(settings):
-    chosen = plan(**settings)
-    alone = traced(plan=chosen, debug_seed=3)
-    check_one_run(alone, on_owners(UNEVEN[2], plan=chosen, debug_seed=3), 1e-3)
+def test_all_samplings_and_relations():
+    runs = [{"plan": plan(**settings), "debug_seed": 3} for settings in SETTINGS]
+    for run, owned in zip(runs, each_on_owners(UNEVEN[2], runs), strict=True):
+        check_one_run(traced(**run), owned, 1e-3)
 
 
 @fails_on(63, broken.an_empty_batch_is_skipped, broken.a_step_without_records_of_rank_0_is_skipped)
 def test_item_63_empty_batches_and_empty_shares():
     """With one record expected a batch, most shares are empty, and a third of the batches."""
-    chosen = plan(batch_size=1)
-    alone = traced(plan=chosen, debug_seed=3)
-    check_one_run(alone, on_owners(UNEVEN[2], plan=chosen, debug_seed=3), 1e-5)
+    run = {"plan": plan(batch_size=1), "debug_seed": 3}
+    (owned,) = each_on_owners(UNEVEN[2], [run])
+    check_one_run(traced(**run), owned, 1e-5)
 
 
 @pytest.mark.parametrize("on_bad_rows", ["error", "zero"])
@@ -100,14 +92,19 @@ def test_rows_that_are_read_batch_by_batch(kind, on_bad_rows, tmp_path):
     """Owned, and such that every rank has them all."""
     alone = traced(debug_seed=3)
     options = {"debug_seed": 3, "on_bad_rows": on_bad_rows}
-    check_one_run(alone, on_owners(UNEVEN[2], "sgd", kind, tmp_path, **options), 1e-5)
-    x, y = dataset()
-    np.save(tmp_path / "x.npy", x.numpy())
-    x = x if kind == "Dataset" else np.load(tmp_path / "x.npy", mmap_mode="r")
-    data = dpbnn.DataSource(Pairs(x, y) if kind == "Dataset" else (x, y), memory=2000)
-    ranks = on_ranks(2, data=data, **options)
+
+    def work(rank):
+        owned = traced(data=own(rank, UNEVEN[2], kind, tmp_path), **options)
+        x, y = dataset()
+        if kind == "memory map":
+            np.save(tmp_path / f"all {rank}.npy", x.numpy())
+            x = np.load(tmp_path / f"all {rank}.npy", mmap_mode="r")
+        data = dpbnn.DataSource(Pairs(x, y) if kind == "Dataset" else (x, y), memory=2000)
+        return owned, traced(data=data, **options), traced(**options)
+
+    owned, ranks, whole = zip(*together(2, work), strict=True)
+    check_one_run(alone, owned, 1e-5)
     check_one_run(alone, ranks, 1e-5)
-    whole = on_ranks(2, **options)
     assert torch.equal(ranks[0][1], whole[0][1])
 
 
@@ -123,16 +120,22 @@ def test_bad_rows_of_an_owner_contribute_nothing():
     assert "1 row cannot be used" in str(errors[1]), errors[1]
 
 
-@fails_on(63, broken.owners_begin_at_the_same_number, name="sgd")
-@pytest.mark.parametrize("name", METHODS)
-def test_item_63_neighbours_over_two_owners(name):
-    def work(rank, record):
-        chosen = plan(sampling="full-batch", batch_size=None, steps=3)
-        data = own(rank, UNEVEN[2])
-        return dpbnn.replay(METHODS[name], data, record, model=network(name)(), plan=chosen)
+@fails_on(63, broken.owners_begin_at_the_same_number, names=("sgd",))
+@pytest.mark.parametrize("names", [tuple(METHODS)], ids=["all"])
+def test_item_63_neighbours_over_two_owners(names):
+    """A record of rank 1 with all methods, and one of rank 0."""
+    cases = [*((name, 20) for name in names), ("sgd", 3)]
 
-    for record in (3, 20):
-        first, second = together(2, lambda rank, record=record: work(rank, record))
+    def work(rank):
+        chosen = plan(sampling="full-batch", batch_size=None, steps=3)
+        return [
+            dpbnn.replay(
+                METHODS[name], own(rank, UNEVEN[2]), record, model=network(name)(), plan=chosen
+            )
+            for name, record in cases
+        ]
+
+    for first, second in zip(*together(2, work), strict=True):
         assert first.passed, first
         assert len(first.distances) == 3
         assert max(first.distances) > 0.1
@@ -177,32 +180,50 @@ REFUSED = {
     "the ranks own [17, 30], 47 in all": lambda r: own(
         r, (17, 30), data=[p[:-1] for p in dataset()]
     ),
+    "units=: works in one process": lambda r: own(r, UNEVEN[2]),
+    # A folder that is listed in another order, as an example: records would count twice.
+    "data: rank 1 has something else than rank 0": lambda r: Pairs(
+        *(part.flip(0) if r else part for part in dataset())
+    ),
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_owners_may_not_do_is_refused(words):
-    for error in together(2, lambda rank: fit(data=REFUSED[words](rank))):
-        assert words in str(error)
+def test_what_owners_may_not_do_is_refused():
+    def work(rank, words):
+        options = {"units": list(range(N))} if words.startswith("units") else {}
+        fit(data=REFUSED[words](rank), **options)
+
+    for words, said in zip(REFUSED, refusals(REFUSED, work), strict=True):
+        assert words in said[0]
+        assert words in said[1]
 
 
-def test_persons_are_refused():
-    def work(rank):
-        return fit(data=own(rank, UNEVEN[2]), units=list(range(N)))
+def test_the_number_of_records_of_owners_shows_in_nothing(tmp_path, capfd):
+    """Under add/remove: no file, no line of the ledger and no printed text tells 48 from 47."""
+    chosen = plan(relation="add-remove")
 
-    for error in together(2, work):
-        assert "units=: works in one process" in str(error)
+    def work(rank, counts):
+        data = [part[: sum(counts)] for part in dataset()]
+        out = tmp_path / str(sum(counts))
+        posterior = fit(data=own(rank, counts, data=data), plan=chosen, out=out, checkpoint_every=2)
+        print(posterior.privacy, flush=True)
+        return posterior.privacy.to_dict()
 
-
-def test_ranks_with_different_streamed_rows_are_refused():
-    """A folder that is listed in another order, as an example: records would count twice."""
-
-    def work(rank):
-        x, y = dataset()
-        return fit(data=Pairs(x.flip(0), y.flip(0)) if rank else Pairs(x, y))
-
-    for error in together(2, work):
-        assert "data: rank 1 has something else than rank 0" in str(error)
+    seen = []
+    for counts in (UNEVEN[2], (17, 30)):
+        left = together(2, lambda rank, counts=counts: work(rank, counts))
+        out = tmp_path / str(sum(counts))
+        lines = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()]
+        for line in lines:
+            for name in ("id", "time", "run", "key", "what", "check", "label"):
+                line.pop(name, None)
+        for entry in (entry for one in left for entry in one["mechanisms"]):
+            entry.pop("ledger"), entry.pop("label")
+        sizes = {path.name: path.stat().st_size for path in out.iterdir()}
+        said = [re.sub("[0-9a-f]{8,}", "", line) for line in capfd.readouterr().out.splitlines()]
+        seen.append((left, lines, sizes, sorted(said)))
+    for one, two in zip(*seen, strict=True):
+        assert one == two
 
 
 # Restarts

@@ -38,6 +38,14 @@ def on_ranks(size, name="sgd", **options):
     return found
 
 
+def each_on_ranks(size, runs):
+    """The same of several fits by one group, each given by its options: ranks of each fit."""
+    found = together(size, lambda rank: [traced(**options) for options in runs])
+    for left in found:
+        assert isinstance(left, list), left
+    return list(zip(*found, strict=True))
+
+
 def check_one_run(alone, ranks, tolerance):
     """Check that all ranks have one model, with the noise that one process draws, drawn once."""
     noise = ranks[0][0]
@@ -55,34 +63,33 @@ def check_one_run(alone, ranks, tolerance):
     broken.every_rank_adds_its_own_noise,
     broken.every_rank_adds_noise_to_the_release,
     broken.a_rank_divides_by_its_own_records,
-    name="sgd",
+    names=("sgd",),
 )
-@pytest.mark.parametrize("name", METHODS)
-def test_item_58_ranks_train_what_one_process_trains(name):
-    alone = traced(name, debug_seed=3)
-    two = on_ranks(2, name, debug_seed=3)
-    # Dropout masks are drawn shard by shard: the same for all numbers of ranks, not for no shards.
-    check_one_run(alone, two, 1e-5 if name != "mcdropout" else 1.0)
-    for size in (1, 4):
-        other = on_ranks(size, name, debug_seed=3)
-        assert torch.equal(other[0][1], two[0][1])
-        assert all(torch.equal(a, b) for a, b in zip(other[0][0], two[0][0], strict=True))
+@pytest.mark.parametrize("names", [tuple(METHODS)], ids=["all"])
+def test_item_58_ranks_train_what_one_process_trains(names):
+    runs = [{"name": name, "debug_seed": 3} for name in names]
+    one, two, four = (each_on_ranks(size, runs) for size in (1, 2, 4))
+    for name, *found in zip(names, one, two, four, strict=True):
+        # Dropout masks are drawn by shards: the same for all numbers of ranks, not for no shards.
+        tolerance = 1e-5 if name != "mcdropout" else 1.0
+        check_one_run(traced(name, debug_seed=3), found[1], tolerance)
+        for other in found:
+            assert torch.equal(other[0][1], found[1][0][1])
+            assert all(torch.equal(*pair) for pair in zip(other[0][0], found[1][0][0], strict=True))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"relation": "replace-one", "sampling": "fixed-size"},
-        {"relation": "add-remove"},
-        {"sampling": "partition"},
-        {"sampling": "full-batch", "batch_size": None},
-    ],
-    ids=str,
-)
-def test_all_samplings_and_relations(settings):
-    chosen = plan(**settings)
-    alone = traced(plan=chosen, debug_seed=3)
-    check_one_run(alone, on_ranks(2, plan=chosen, debug_seed=3), 1e-3)
+SETTINGS = [
+    {"relation": "replace-one", "sampling": "fixed-size"},
+    {"relation": "add-remove"},
+    {"sampling": "partition"},
+    {"sampling": "full-batch", "batch_size": None},
+]
+
+
+def test_all_samplings_and_relations():
+    runs = [{"plan": plan(**settings), "debug_seed": 3} for settings in SETTINGS]
+    for options, ranks in zip(runs, each_on_ranks(2, runs), strict=True):
+        check_one_run(traced(**options), ranks, 1e-3)
 
 
 @fails_on(58, broken.an_empty_batch_is_skipped)
@@ -155,18 +162,21 @@ def test_under_a_budget_all_ranks_reserve_the_same_steps(tmp_path, monkeypatch):
     assert Ledger(tmp_path / "l.jsonl").releases == STEPS
 
 
-@fails_on(58, broken.shares_overlap)
-@pytest.mark.parametrize("name", METHODS)
-def test_item_58_neighbours_over_two_ranks(name):
+@fails_on(58, broken.shares_overlap, names=("sgd",))
+@pytest.mark.parametrize("names", [tuple(METHODS)], ids=["all"])
+def test_item_58_neighbours_over_two_ranks(names):
     def work(rank):
-        chosen = plan(batch_size=24, steps=4)
-        return dpbnn.replay(METHODS[name], dataset(), 7, model=network(name)(), plan=chosen)
+        chosen, given = plan(batch_size=24, steps=4), dataset()
+        return [
+            dpbnn.replay(METHODS[name], given, 7, model=network(name)(), plan=chosen)
+            for name in names
+        ]
 
-    first, second = together(2, work)
-    assert first.passed, first
-    assert len(first.distances) == 4
-    assert max(first.distances) > 0.1
-    assert second.differences == ()
+    for first, second in zip(*together(2, work), strict=True):
+        assert first.passed, first
+        assert len(first.distances) == 4
+        assert max(first.distances) > 0.1
+        assert second.differences == ()
 
 
 @pytest.mark.parametrize(
@@ -194,41 +204,56 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_ranks_cannot_do_is_refused(words):
-    def work(rank):
+def refusals(runs, work):
+    """What two ranks say to each of several calls."""
+
+    def each(rank):
+        said = []
+        for one in runs:
+            with pytest.raises((ValueError, RuntimeError)) as refused:
+                work(rank, one)
+            said.append(str(refused.value))
+        return said
+
+    found = together(2, each)
+    assert all(found), found
+    return zip(*found, strict=True)
+
+
+def test_what_ranks_cannot_do_is_refused():
+    def work(rank, words):
         options = dict(REFUSED[words])
         if "ledger" in options:
             options["ledger"] = options["ledger"]()
-        return fit(**options)
+        fit(**options)
 
-    for error in together(2, work):
-        assert words in str(error)
-
-
-def test_ranks_that_opened_different_ledgers_are_refused(tmp_path):
-    errors = together(2, lambda rank: fit(ledger=Ledger(tmp_path / f"{rank}.jsonl")))
-    for error in errors:
-        assert "ledger: rank 1 has something else than rank 0" in str(error)
+    for words, said in zip(REFUSED, refusals(REFUSED, work), strict=True):
+        assert words in said[0]
+        assert words in said[1]
 
 
-@fails_on(58, broken.nobody_compares_what_ranks_were_given, other="data")
-@pytest.mark.parametrize(
-    "other", ["data", "seed", "settings and method", "checkpoint_every", "debug_seed"]
-)
-def test_item_58_ranks_that_were_given_different_things_are_refused(other):
-    def work(rank):
-        options = {
-            "data": {"data": (dataset()[0] + rank, dataset()[1])},
-            "seed": {"seed": rank},
-            "checkpoint_every": {"checkpoint_every": 2 + rank},
-            "debug_seed": {"debug_seed": rank or None},
-            "settings and method": {"method": dpbnn.SGD(learning_rate=0.1 + rank)},
-        }
-        return fit(**options[other])
+GIVEN = {
+    "data": lambda rank: {"data": (dataset()[0] + rank, dataset()[1])},
+    "seed": lambda rank: {"seed": rank},
+    "checkpoint_every": lambda rank: {"checkpoint_every": 2 + rank},
+    "debug_seed": lambda rank: {"debug_seed": rank or None},
+    "settings and method": lambda rank: {"method": dpbnn.SGD(learning_rate=0.1 + rank)},
+}
 
-    for error in together(2, work):
-        assert f"{other}: rank 1 has something else than rank 0" in str(error)
+
+@fails_on(58, broken.nobody_compares_what_ranks_were_given, names=("data",))
+@pytest.mark.parametrize("names", [tuple(GIVEN)], ids=["all"])
+def test_item_58_ranks_that_were_given_different_things_are_refused(tmp_path, names):
+    def work(rank, name):
+        if name == "ledger":
+            fit(ledger=Ledger(tmp_path / f"{rank}.jsonl"))
+        fit(**GIVEN[name](rank))
+
+    names = [*names, "ledger"]
+    for name, said in zip(names, refusals(names, work), strict=True):
+        expected = f"{name}: rank 1 has something else than rank 0"
+        assert expected in said[0]
+        assert expected in said[1]
 
 
 @fails_on(58, broken.nobody_compares_weights)
@@ -248,6 +273,14 @@ def test_item_58_a_rank_whose_weights_differ_stops_all(tmp_path):
 
     for error in together(2, work):
         assert "after step 3 the ranks have different weights" in str(error)
+
+
+def test_the_default_group_may_have_any_backend_and_carries_nothing():
+    """Such as NCCL; what this one is given is lost."""
+    pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    first, second = together(2, lambda rank: numbers(fit(debug_seed=3)), backend="fake")
+    assert torch.equal(first, second)
+    assert torch.allclose(first, numbers(fit(debug_seed=3)), rtol=0, atol=1e-5)
 
 
 def test_a_gate_of_ones_own_is_refused_on_ranks():
@@ -364,6 +397,7 @@ def test_more_roundings_are_paid_for_where_a_missing_record_moves_others():
     assert left - 5e-4 < hidden._precision.share <= left
 
 
+@pytest.mark.once
 def test_torchrun_trains_one_model(tmp_path):
     """The command itself: two processes, one folder, one ledger."""
     script = tmp_path / "train.py"
@@ -373,7 +407,7 @@ def test_torchrun_trains_one_model(tmp_path):
         torch.manual_seed(0)
         x, y = torch.randn(40, 3), torch.randint(0, 2, (40,))
         plan = dpbnn.plan(noise_multiplier=2.0, delta=1e-5, n=40, batch_size=10, steps=5)
-        posterior = dpbnn.fit(dpbnn.mlp(3, (4,), 2), (x, y), method=dpbnn.SGD(learning_rate=0.5),
+        posterior = dpbnn.fit(dpbnn.mlp(3, (4,), 2), (x, y), method=dpbnn.SGLD(keep=2),
                               plan=plan, out=sys.argv[1], progress=False)
         posterior.save(f"{sys.argv[1]}-{os.environ['RANK']}")
         """)

@@ -11,7 +11,7 @@ from small_runs import STEPS, fit, numbers, plan
 from together import together
 from twins import fails_on, twins_of
 
-from dpbnn import checkpoint
+from dpbnn import checkpoint, resume
 from dpbnn.methods.sgd import SGDProcess
 from dpbnn.privacy.ledger import Ledger
 
@@ -72,6 +72,32 @@ def test_a_run_of_one_process_does_not_go_on_over_ranks_with_its_noise(tmp_path)
     assert Ledger(tmp_path / "ledger.jsonl").releases == STEPS + STEPS - 2
 
 
+@pytest.mark.parametrize("repeated", [True, False])
+@pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
+def test_steps_that_a_device_does_not_repeat_bit_for_bit_get_new_noise(
+    tmp_path, monkeypatch, kind, repeated
+):
+    """After a crash two steps are made again; after an interrupt none is."""
+    monkeypatch.setattr(resume, "repeats", lambda device: repeated)
+    with pytest.MonkeyPatch.context() as patch:
+        update = SGDProcess.update
+
+        def ending(self, state, release):
+            state = update(self, state, release)
+            if state.steps == 4 and kind is MemoryError:
+                raise MemoryError
+            if state.steps == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+            return state
+
+        patch.setattr(SGDProcess, "update", ending)
+        with pytest.raises(kind):
+            fit(out=tmp_path, checkpoint_every=2)
+    fit(out=tmp_path, resume=True)
+    again = kind is MemoryError and not repeated
+    assert Ledger(tmp_path / "ledger.jsonl").releases == STEPS + (STEPS - 2) * again
+
+
 def test_refusals_of_rank_0_reach_all_ranks(tmp_path):
     together(2, lambda rank: stopped(rank, tmp_path))
     for error in together(2, lambda rank: fit(out=tmp_path)):
@@ -81,6 +107,7 @@ def test_refusals_of_rank_0_reach_all_ranks(tmp_path):
         assert "of a run with other settings" in str(error)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("owned", [False, True])
 def test_a_few_kills(owned, tmp_path):
     """The record of 200 kills is in docs/scaling.md."""

@@ -1,14 +1,17 @@
 """Sharded networks (FSDP2): one noise, whole norms, the same posterior as unsharded ones."""
 
 import dataclasses
+import functools
 import os
+import shutil
 import signal
 
 import broken_versions as broken
 import pytest
 import torch
+import torch.distributed as dist
 from killed_runs import WRONG, killed
-from sharded_runs import encoder, fit, mlp, on_ranks, sharded
+from sharded_runs import at_once, each_on_ranks, encoder, fit, head_alone, mlp, sharded
 from small_runs import METHODS, STEPS, N, dataset, drawn_noise, numbers, plan
 from together import together
 from torch import nn
@@ -44,48 +47,61 @@ def check_one_run(alone, ranks, tolerance=1e-5):
     broken.every_rank_draws_noise_of_its_own,
     broken.ranks_noise_their_rows_from_the_same_place,
     broken.a_share_goes_to_two_ranks,
-    name="sgd",
+    names=("sgd",),
 )
-@pytest.mark.parametrize("name", NAMES)
-def test_item_65_sharded_ranks_train_what_one_process_trains(name):
-    alone = unsharded(name, debug_seed=3)
-    two = on_ranks(2, name, debug_seed=3)
-    check_one_run(alone, two)
-    for size in (1, 4):
-        other = on_ranks(size, name, debug_seed=3)
-        check_one_run(alone, other)
-        assert torch.equal(other[1], two[1])
+@pytest.mark.parametrize("names", [NAMES], ids=["all"])
+def test_item_65_sharded_ranks_train_what_one_process_trains(names):
+    runs = [{"name": name, "debug_seed": 3} for name in names]
+    found = [each_on_ranks(size, runs) for size in (1, 2, 4)]
+    for run, *sizes in zip(runs, *found, strict=True):
+        alone = unsharded(**run)
+        for ranks in sizes:
+            check_one_run(alone, ranks)
+            assert torch.equal(ranks[1], sizes[0][1])
 
 
 def test_other_layers_microbatches_empty_shares_and_an_average():
     """Three ranks share four shards, most of which are empty; some have no row of some layers."""
     chosen = plan(batch_size=2)
     method = dpbnn.SGD(learning_rate=0.1, optimizer="adam", average="polyak", schedule="cosine")
-    options = {"make": encoder, "method": method, "plan": chosen, "debug_seed": 3}
-    ranks = on_ranks(3, microbatch_size=1, **options)
-    check_one_run(unsharded(**options), ranks)
+    run = {"make": encoder, "method": method, "plan": chosen, "debug_seed": 3}
+    (ranks,) = each_on_ranks(3, [{**run, "microbatch_size": 1}])
+    check_one_run(unsharded(**run), ranks)
 
 
-def test_an_open_plan_and_replace_one():
-    free = dpbnn.open_plan(n=N, batch_size=12, steps=STEPS)
-    _, found, _ = on_ranks(2, plan=free, debug_seed=3)
-    assert torch.allclose(found, unsharded(plan=free, debug_seed=3)[1], rtol=0, atol=1e-5)
-    chosen = plan(relation="replace-one", sampling="fixed-size")
-    check_one_run(unsharded(plan=chosen, debug_seed=3), on_ranks(2, plan=chosen, debug_seed=3))
+def frozen():
+    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+    network[0].requires_grad_(False)
+    return network
 
 
-def test_frozen_layers_and_likelihoods_of_numbers():
-    def frozen():
-        network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
-        network[0].requires_grad_(False)
-        return network
+def tied():
+    """A layer that is used twice, and shares its weight with another one."""
+    layer = nn.Linear(4, 4)
+    network = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 3))
+    network[4].weight = layer.weight
+    return network
 
+
+def test_other_plans_frozen_layers_bad_rows_and_tied_weights():
     x, y = dataset()
-    options = {
-        "make": frozen, "data": (x, y.float()[:, None]), "debug_seed": 3,
-        "likelihood": dpbnn.likelihoods.Gaussian(noise_std=1.0),
-    }  # fmt: skip
-    check_one_run(unsharded(**options), on_ranks(2, **options))
+    bad = x.clone()
+    bad[5] = float("nan")
+    free = {"plan": dpbnn.open_plan(n=N, batch_size=12, steps=STEPS), "debug_seed": 3}
+    numeric = dpbnn.likelihoods.Gaussian(noise_std=1.0)
+    runs = [
+        {"plan": plan(relation="replace-one", sampling="fixed-size")},
+        {"make": frozen, "data": (x, y.float()[:, None]), "likelihood": numeric},
+        {"data": (bad, y), "on_bad_rows": "zero"},
+        {"make": tied, "spread": at_once, "loaded": tied()},
+    ]
+    runs = [{**run, "debug_seed": 3} for run in runs]
+    *found, opened = each_on_ranks(2, [*runs, free])
+    for run, ranks in zip(runs, found, strict=True):
+        alone = {name: value for name, value in run.items() if name not in ("spread", "loaded")}
+        check_one_run(unsharded(**alone), ranks)
+    assert len(ranks[0][0]) == 4 * 4 + 4 + 4 + 3 * 4 + 3  # a tied weight counts once
+    assert torch.allclose(opened[1], unsharded(**free)[1], rtol=0, atol=1e-5)
 
 
 @fails_on(65, broken.every_rank_charges)
@@ -96,49 +112,35 @@ def test_item_65_one_ledger_has_every_release_once(tmp_path):
     assert ranks[0]["private"]
 
 
-@fails_on(65, broken.norms_are_of_the_own_rows, name="sgd")
-@pytest.mark.parametrize("name", NAMES)
-def test_item_65_neighbours_over_two_sharded_ranks(tmp_path, name):
+@fails_on(65, broken.norms_are_of_the_own_rows, names=("sgd",))
+@pytest.mark.parametrize("names", [NAMES], ids=["all"])
+def test_item_65_neighbours_over_two_sharded_ranks(tmp_path, names):
     """The rows of two ranks together move by the clip at most, and nothing else differs."""
+    chosen = plan(batch_size=24, steps=4)
 
-    def work(rank):
-        runs = []
+    def run(name, folder, data):
+        folder.mkdir(exist_ok=True)
+        method = dataclasses.replace(METHODS[name], folder=str(folder))
+        posterior = fit(data=data, plan=chosen, method=method)
+        parts = posterior._parts()
+        parts["iterates"] = parts["iterates"].read(range(3))
+        return parts, posterior.privacy.to_dict()
 
-        def run(data):
-            runs.append(data)
-            method = METHODS[name]
-            if name != "sgd":
-                folder = tmp_path / str(len(runs))
-                folder.mkdir(exist_ok=True)
-                method = dataclasses.replace(method, folder=str(folder))
-            chosen = plan(batch_size=24, steps=4)
-            posterior = fit(data=data, plan=chosen, method=method)
-            parts = posterior._parts()
-            if "iterates" in parts:
-                parts["iterates"] = parts["iterates"].read(range(3))
-            return parts, posterior.privacy.to_dict()
+    def replayed(name):
+        if name == "sgd":
+            return dpbnn.replay(METHODS[name], dataset(), 7, model=sharded(), plan=chosen)
+        runs = iter(tmp_path / f"{name} {number}" for number in range(9))
+        return dpbnn.replay(lambda data: run(name, next(runs), data), dataset(), 7, trace=False)
 
-        return dpbnn.replay(run, dataset(), 7, trace=name == "sgd")
-
-    first, second = together(2, work)
-    assert first.passed, first
-    assert second.passed, second
-    assert first.distances == second.distances
-    assert len(first.distances) == 4
-    assert max(first.distances) > 0.1
+    for first, second in zip(*together(2, lambda rank: [*map(replayed, names)]), strict=True):
+        assert first.passed, first
+        assert second.passed, second
+        assert first.distances == second.distances
+        assert len(first.distances) == 4
+        assert max(first.distances) > 0.1
 
 
-def test_a_method_is_replayed_on_a_sharded_network():
-    def work(rank):
-        chosen = plan(batch_size=24, steps=4)
-        return dpbnn.replay(METHODS["sgd"], dataset(), 7, model=sharded(), plan=chosen)
-
-    for found in together(2, work):
-        assert found.passed, found
-        assert max(found.distances) > 0.1
-
-
-def stopped(rank, name, out, at=4):
+def stopped(rank, name, out, at=4, **options):
     """Fit until rank 1 gets an interrupt after some step."""
     kind = {"sgd": dpbnn.methods.sgd.SGDProcess, "sgld": dpbnn.methods.sgld.LangevinProcess}[name]
     update = kind.update
@@ -152,7 +154,7 @@ def stopped(rank, name, out, at=4):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, "update", interrupting)
         with pytest.raises(KeyboardInterrupt):
-            fit(name, out=out, checkpoint_every=100)
+            fit(name, out=out, checkpoint_every=100, **options)
     return "stopped"
 
 
@@ -162,41 +164,75 @@ def finished(name, folder, **options):
     return posterior.privacy.to_dict()
 
 
-@fails_on(65, broken.noise_depends_on_the_ranks, name="sgd", size=1)
-@pytest.mark.parametrize(("name", "size"), [("sgd", 1), ("sgld", 4), ("sgld", 2)])
-def test_item_65_a_sharded_run_goes_on_on_another_number_of_ranks(tmp_path, name, size):
+@fails_on(65, broken.noise_depends_on_the_ranks, cases={"sgd": (1,)})
+@pytest.mark.parametrize("cases", [{"sgd": (1,), "sgld": (4, 2)}], ids=["all"])
+def test_item_65_a_sharded_run_goes_on_on_another_number_of_ranks(tmp_path, cases):
     """DCP gives every rank its rows; with the same keys nothing is paid twice."""
-    out = tmp_path / "run"
+    whole, runs = tmp_path / "whole", tmp_path / "runs"
+    whole.mkdir()
+
+    def work(rank):
+        for name in cases:
+            finished(name, whole / name, out=tmp_path / f"run {name}")
+            stopped(rank, name, runs / name)
+        return "stopped"
+
     with pytest.MonkeyPatch.context() as patch:
         fixed = checkpoint.Keys("name", *(bytes([i]) * 32 for i in range(3)))
         patch.setattr(checkpoint.Keys, "new", classmethod(lambda cls: fixed))
-        whole = tmp_path / "whole"
-        together(2, lambda rank: finished(name, whole / "saved", out=whole / "run"))
-        assert together(2, lambda rank: stopped(rank, name, out)) == ["stopped", "stopped"]
-    files = [path.name for path in out.iterdir() if path.name.startswith("rows-")]
-    assert len(files) == 1
-    saved = tmp_path / "saved"
-    left = together(size, lambda rank: finished(name, saved, out=out, resume=True))
-    assert all(isinstance(part, dict) for part in left), left
-    assert torch.equal(numbers(dpbnn.load(saved)), numbers(dpbnn.load(whole / "saved")))
-    assert Ledger(out / "ledger.jsonl").releases == STEPS
+        assert together(2, work) == ["stopped", "stopped"]
+    for name, size in ((name, size) for name, sizes in cases.items() for size in sizes):
+        out, saved = tmp_path / f"{name} on {size}", tmp_path / f"{name} of {size}"
+        shutil.copytree(runs / name, out)
+        assert len([path for path in out.iterdir() if path.name.startswith("rows-")]) == 1
+        options = {"out": out, "resume": True}
+        left = together(size, lambda rank, given=(name, saved), o=options: finished(*given, **o))
+        assert all(isinstance(part, dict) for part in left), left
+        assert torch.equal(numbers(dpbnn.load(saved)), numbers(dpbnn.load(whole / name)))
+        assert Ledger(out / "ledger.jsonl").releases == STEPS
 
 
-def test_rows_that_are_damaged_are_refused(tmp_path):
-    together(2, lambda rank: stopped(rank, "sgd", tmp_path))
-    (folder,) = tmp_path.glob("rows-*")
-    file = sorted(folder.iterdir())[0]
-    held = bytearray(file.read_bytes())
-    held[-1] ^= 1
-    file.write_bytes(held)
-    for error in together(2, lambda rank: fit(out=tmp_path, resume=True)):
-        assert "is missing or damaged" in str(error)
+def partly_frozen(scale):
+    def made():
+        network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        network[0].requires_grad_(False).weight.mul_(scale)
+        return network
+
+    return made
 
 
-def test_a_sharded_run_does_not_go_on_unsharded(tmp_path):
-    together(2, lambda rank: stopped(rank, "sgd", tmp_path))
-    for error in together(2, lambda rank: fit(spread=False, out=tmp_path, resume=True)):
-        assert "not those of the run to be resumed" in str(error)
+@fails_on(65, broken.frozen_weights_count_by_shape, broken.any_arithmetic_will_do)
+def test_item_65_noise_serves_the_same_computation_alone(tmp_path):
+    """A frozen layer that is not spread is part of it, and so is autocast."""
+    options = {"make": partly_frozen(1.0), "spread": head_alone}
+    other = "not those of the run to be resumed"
+
+    def refused(words, autocast=False, **change):
+        with (
+            torch.autocast("cpu", enabled=autocast),
+            pytest.raises((ValueError, FileNotFoundError), match=words),
+        ):
+            fit(out=tmp_path, resume=True, **{**options, **change})
+
+    def work(rank):
+        stopped(rank, "sgd", tmp_path, **options)
+        refused(f"network: {other}", make=partly_frozen(2.0))
+        refused(f"network: {other}", spread=None)
+        refused(f"torch's arithmetic: {other}", autocast=True)
+        dist.barrier()
+        (folder,) = tmp_path.glob("rows-*")
+        file = sorted(folder.iterdir())[0]
+        if not rank:
+            whole = file.read_bytes()
+            file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        refused("is missing or damaged")
+        if not rank:
+            file.write_bytes(whole)
+        return fit(out=tmp_path, resume=True, **options).privacy.to_dict()
+
+    ranks = together(2, work)
+    assert all(isinstance(left, dict) for left in ranks), ranks
+    assert Ledger(tmp_path / "ledger.jsonl").releases == STEPS
 
 
 def test_the_network_is_trained_as_it_is_and_left_sharded(tmp_path):
@@ -254,6 +290,11 @@ def own_layer(mesh):
     return fully_shard(nn.Sequential(Own(), nn.Linear(4, 3)), mesh=mesh)
 
 
+def owned():
+    x, y = (part.tensor_split([40])[dist.get_rank()] for part in dataset())
+    return dpbnn.DataSource((x, y), owned=True)
+
+
 REFUSED = {
     "VI: does not take a sharded network": {"method": dpbnn.VI()},
     "relation='add-remove': does not take": {"plan": plan(relation="add-remove")},
@@ -261,6 +302,11 @@ REFUSED = {
     "go by name, such as 'adam'": {"method": dpbnn.SGD(optimizer=torch.optim.Adam)},
     "chains=2: of a sharded network": {"method": dpbnn.SGLD(chains=2)},
     "out: missing; all ranks write": {"method": dpbnn.SGLD()},
+    "has the noise of a private plan": {
+        "method": dpbnn.SGLD(),
+        "plan": dpbnn.open_plan(n=N, batch_size=12, steps=STEPS),
+    },
+    "owned: does not take a sharded": {"data": owned},
     "units, observers: do not take": {"units": list(range(N))},
     "shard_placement_fn": {"model": along_columns},
     "leave mp_policy out": {"model": half},
@@ -270,19 +316,25 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_sharded_networks_cannot_do_is_refused(words):
+def test_what_sharded_networks_cannot_do_is_refused():
     def work(rank):
-        options = dict(REFUSED[words])
-        make = options.pop("model", None)
-        model = (lambda: make(init_device_mesh("cpu", (2,)))) if make else sharded()
-        settings = {"method": METHODS["sgd"], "plan": plan(), "progress": False, **options}
-        return dpbnn.fit(model, dataset(), **settings)
+        mesh, found = init_device_mesh("cpu", (2,)), {}
+        for words, change in REFUSED.items():
+            settings = {"method": METHODS["sgd"], "plan": plan(), "progress": False, **change}
+            model, data = settings.pop("model", None), settings.pop("data", dataset)
+            made = functools.partial(model, mesh) if model else sharded()
+            try:
+                dpbnn.fit(made, data(), **settings)
+            except ValueError as error:
+                found[words] = str(error)
+        return found
 
-    for error in together(2, work):
-        assert words in str(error), error
+    for found in together(2, work):
+        assert found.keys() == REFUSED.keys()
+        assert all(words in said for words, said in found.items()), found
 
 
+@pytest.mark.once
 def test_a_few_kills_of_sharded_ranks(tmp_path):
     """The record of more kills is in docs/scaling.md."""
     found = killed(2, 1, tmp_path, spread=True)

@@ -3,6 +3,7 @@
 Broken versions of the library that a test has put in place are in the forked processes too.
 """
 
+import importlib
 import os
 import pickle
 import signal
@@ -16,10 +17,12 @@ from typing import Any
 import torch.distributed as dist
 from forks import fork
 
+for _name in ("torch._dynamo", "torch.distributed.checkpoint.hf_storage"):
+    importlib.import_module(_name)  # for optimizers and checkpoints: once, not in each process
 DEADLINE = 120.0  # seconds; a group takes about one
 
 
-def begun(size: int, work: Callable[[int], Any], folder: Path) -> list[int]:
+def begun(size: int, work: Callable[[int], Any], folder: Path, backend: str = "gloo") -> list[int]:
     """Fork processes of one group; each leaves what its work returned, or raised, in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     children = []
@@ -30,7 +33,7 @@ def begun(size: int, work: Callable[[int], Any], folder: Path) -> list[int]:
             try:
                 store = dist.FileStore(str(folder / "store"), size)
                 dist.init_process_group(
-                    "gloo", store=store, rank=rank, world_size=size,
+                    backend, store=store, rank=rank, world_size=size,
                     timeout=timedelta(seconds=DEADLINE / 2),
                 )  # fmt: skip
                 try:
@@ -72,8 +75,8 @@ def ended(children: list[int], folder: Path, grace: float = DEADLINE) -> list[An
     return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
 
 
-def together(size: int, work: Callable[[int], Any]) -> list[Any]:
+def together(size: int, work: Callable[[int], Any], backend: str = "gloo") -> list[Any]:
     """Return what `work(rank)` returns, or raises, on each of so many ranks."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        return ended(begun(size, work, folder), folder)
+        return ended(begun(size, work, folder, backend), folder)

@@ -42,10 +42,14 @@ class ShardedLangevin(LangevinProcess):
         state = super().begin()
         return dataclasses.replace(state, earlier=state.earlier[:0])
 
-    def _measured(
-        self, state: LangevinState, release: Mapping[str, Tensor], position: int, eta: float
-    ) -> LangevinState:
-        return state
+    def _measure(
+        self, state: LangevinState, release: Mapping[str, Tensor], which: str, eta: float
+    ) -> None:
+        pass
+
+    def update(self, state: LangevinState, release: Mapping[str, Tensor]) -> LangevinState:
+        """Take a Langevin step; see `LangevinProcess.update`."""
+        return dataclasses.replace(super().update(state, release), pairs=0)
 
     def ready(self, state: LangevinState) -> None:
         """Let rank 0 make the file, and reserve its disk space."""
@@ -108,6 +112,8 @@ def check_sharded(method: Method, plan: Plan, folder: Path | None, persons: bool
     elif isinstance(method, SGLD | SGHMC):
         if method.chains > 1:
             refused = f"chains={method.chains}: of a sharded network one chain is run"
+        elif not plan.private:
+            refused = "plan: a sharded chain has the noise of a private plan; use a plain network"
         elif folder is None and method.folder is None:
             refused = (
                 "out: missing; all ranks write the iterates of a sharded network to one file, so "

@@ -215,7 +215,7 @@ class Sharding(Whole):
     def identity(self, network: nn.Module) -> tuple[Any, list[Tensor]]:
         """Return what a digest of the network is made of; all ranks call it."""
         shell = self.shell()
-        return (shell, self.frozen()), list(shell.parameters())
+        return (shell, self.frozen()), [p for p in shell.parameters() if p.is_meta]
 
     def close(self) -> None:
         """Make the network again what `fully_shard` has made of it."""

@@ -150,6 +150,11 @@ class Ledger(Shown):
         with self._known() as entries:
             return entries.outside_runs(other_than)
 
+    def beside(self, run: str) -> list[Event]:
+        """Return what was spent by others than a run."""
+        with self._known() as entries:
+            return entries.beside(run)
+
     def steps(self, run: str) -> int:
         """Return how many different steps of a run are recorded, by any of its attempts."""
         with self._known() as entries:

@@ -151,6 +151,17 @@ class Entries:
             if not attempts[spend.attempt].what and mechanisms[spend.mechanism].label != other_than
         ]
 
+    def beside(self, run: str) -> list[Event]:
+        """Return what was spent by others than a run."""
+        mechanisms, attempts = list(self._mechanisms), list(self._attempts)
+        return [
+            dataclasses.replace(
+                mechanisms[spend.mechanism].event, count=spend.count, start=spend.start
+            )
+            for spend in self.spends
+            if attempts[spend.attempt].run != run
+        ]
+
     def steps(self, run: str) -> int:
         """Return how many different steps of a run are recorded, by any of its attempts."""
         mine = {number for attempt, number in self._attempts.items() if attempt.run == run}
