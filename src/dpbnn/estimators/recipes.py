@@ -55,6 +55,7 @@ _STEPS = {True: 0.25, False: 1.0}  # their size; both in regression, and for cla
 _SMOOTH = 1300.0  # m from which hidden units of a regressor are smooth
 _OPEN_PRIOR = {True: 0.5, False: 0.3}  # its std without privacy, in regression and for classes
 _ENOUGH = 400.0  # m of `_told` below which steps shrink
+_LIMIT = 2.0  # largest standardised input of a classifier there; that of all others is 4
 _HIDDEN = 0.25  # noise in a mean, in units of half the bounds, that hides what a column is like
 
 
@@ -129,6 +130,7 @@ class Recipe:
         told = min(_told(plan), plan.n)
         return functools.partial(
             built,
+            limit=_LIMIT if _enough(plan) < 1 and not regression else None,
             activation=torch.nn.Tanh if regression and told >= _SMOOTH else torch.nn.ReLU,
             steps=_STEPS[regression] if told >= _CURVED[regression] * features else 0.0,
         )
@@ -271,16 +273,26 @@ of numbers, whose rate was chosen from four on a split of scikit-learn's digits.
 
 
 def _table_network(
-    features: int, hidden: tuple[int, ...], outputs: int, dropout: float, **more: Any
+    features: int,
+    hidden: tuple[int, ...],
+    outputs: int,
+    dropout: float,
+    limit: float | None = None,
+    **more: Any,
 ) -> torch.nn.Module:
     """Return a network with a linear path beside its hidden layers, which starts at 0.
 
-    A budget too small to learn anything leaves it near 0, which predicts the base rate.
+    A budget too small to learn anything leaves it near 0, which predicts the base rate. Inputs are
+    cut off at `limit`: where noise hides curves, a line through long tails is too sure of them.
     """
     network = mlp(features, hidden, outputs, dropout, linear_path=True, **more)
     for parameter in network[-1].parameters():
         torch.nn.init.zeros_(parameter)
-    return network
+    return (
+        network
+        if limit is None
+        else torch.nn.Sequential(torch.nn.Hardtanh(-limit, limit), *network)
+    )
 
 
 def check_method(
