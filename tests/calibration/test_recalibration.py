@@ -75,10 +75,16 @@ def test_a_coarse_record_contributes_whether_its_most_probable_class_is_right(t)
     ("task", "coarse", "most"), [("classification", "top class", 0.1), ("regression", "half", 0.3)]
 )
 def test_records_are_asked_less_where_the_noise_of_the_plan_is_large(task, coarse, most):
-    plans = [dpbnn.plan(epsilon=e, delta=1e-5, n=3000, steps=5, sampling="full-batch")
-             for e in (0.01, 1.0)]  # fmt: skip
-    assert [temperature.question(task, plan) for plan in plans] == [coarse, task]
-    assert [temperature.error(task, plan) > most for plan in plans] == [True, False]
+    def plans(n, *epsilons):
+        common = {"delta": 1e-5, "n": n, "steps": 5, "sampling": "full-batch"}
+        return [dpbnn.plan(epsilon=epsilon, **common) for epsilon in epsilons]
+
+    large = plans(3000, 0.01, 1.0)
+    assert [temperature.question(task, plan) for plan in large] == [coarse, task]
+    assert [temperature.error(task, plan) > most for plan in large] == [True, False]
+    few = plans(100, 0.1, 2.0 if task == "classification" else 1.0)  # chance of the records
+    assert [temperature.question(task, plan) for plan in few] == [coarse, task]
+    assert [temperature.error(task, plan) > most for plan in few] == [True, task != "regression"]
 
 
 def test_tempering_scales_logits_or_the_variance():
@@ -99,9 +105,11 @@ def test_tempering_scales_logits_or_the_variance():
 @pytest.fixture(params=[False, True], ids=["fine", "coarse"])
 def coarse(request, monkeypatch):
     """Whether records are asked the coarse question, whatever the noise."""
-    most = -1.0 if request.param else math.inf
-    names = {task: (name, most) for task, (name, _) in temperature._COARSE.items()}
-    monkeypatch.setattr(temperature, "_COARSE", names)
+
+    def asked(task, plan):
+        return temperature._COARSE[task][0] if request.param else task
+
+    monkeypatch.setattr(temperature, "question", asked)
     return request.param
 
 

@@ -30,6 +30,7 @@ _RISE = {
     "classification": 0.2, "top class": 0.15, "regression": 0.15, "half": 0.2,
 }  # usual derivative of a mean by log T  # fmt: skip
 _COARSE = {"classification": ("top class", 0.1), "regression": ("half", 0.3)}  # and from what error
+_VARIED = 4.0  # or that error times sqrt(n), since coarse answers vary more from record to record
 _LOWEST = -1e4  # log-probability that stands for that of probability 0
 
 
@@ -165,7 +166,7 @@ def question(task: str, plan: Plan) -> str:
         plan: of the releases.
     """
     coarse, most = _COARSE[task]
-    return coarse if error(task, plan) > most else task
+    return coarse if error(task, plan) > max(most, _VARIED / math.sqrt(plan.n)) else task
 
 
 def tempered(predictive: Predictive, temperature: float) -> Predictive:
