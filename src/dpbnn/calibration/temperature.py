@@ -26,9 +26,7 @@ CLIP = {
     "classification": 3.0, "top class": 1 + 1e-3,  # no count is to be clipped
     "regression": 0.9 * (1 + 1e-3), "half": 0.5 * (1 + 1e-3),
 }  # fmt: skip
-_RISE = {
-    "classification": 0.2, "top class": 0.15, "regression": 0.15, "half": 0.2,
-}  # usual derivative of a mean by log T  # fmt: skip
+_RISE = {"classification": 0.2, "regression": 0.15}  # usual derivative of a mean by log T
 _COARSE = {"classification": ("top class", 0.1), "regression": ("half", 0.3)}  # and from what error
 _VARIED = 4.0  # or that error times sqrt(n), since coarse answers vary more from record to record
 _LOWEST = -1e4  # log-probability that stands for that of probability 0
@@ -148,14 +146,14 @@ def recalibrate(
     return RecalibratedPosterior(posterior, math.exp(crossing.mean), budget.statement(gate))
 
 
-def error(asked: str, plan: Plan) -> float:
+def error(task: str, plan: Plan) -> float:
     """Return about the standard error of log T that the noise of a plan causes.
 
     Args:
-        asked: "classification" or "regression", or what `question` returns.
+        task: "classification" or "regression".
         plan: of the releases.
     """
-    return CLIP[asked] * plan.noise_multiplier / (_RISE[asked] * plan.n * math.sqrt(plan.steps))
+    return CLIP[task] * plan.noise_multiplier / (_RISE[task] * plan.n * math.sqrt(plan.steps))
 
 
 def question(task: str, plan: Plan) -> str:

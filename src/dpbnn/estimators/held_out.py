@@ -10,7 +10,7 @@ import numpy as np
 
 from dpbnn.calibration import calibration_split, conformalize, recalibrate
 from dpbnn.calibration.conformal import attainable
-from dpbnn.calibration.temperature import STEPS, error, question
+from dpbnn.calibration.temperature import STEPS, error
 from dpbnn.estimators import recipes
 from dpbnn.posteriors import Posterior
 from dpbnn.privacy.ledger import Ledger
@@ -164,8 +164,7 @@ class HeldOut:
             noise_multiplier=sigma * math.sqrt(STEPS), delta=delta, n=n, steps=STEPS,
             sampling="full-batch",
         )  # fmt: skip
-        left = error(question(self._task, found), found)
-        return found if left <= TEMPER_HOPELESS else None
+        return found if error(self._task, found) <= TEMPER_HOPELESS else None
 
     def found(
         self,
