@@ -23,7 +23,7 @@ TRAINING = "training"
 TEMPER_ROWS = (0.2, 10_000)  # share of all rows held out for the temperature, and most rows for it
 TEMPER_SHARE = 0.1  # most of the budget's mu^2 for a temperature from training rows
 TEMPER_ENOUGH = {"classification": 0.07, "regression": 0.04}  # error of log T by the noise
-TEMPER_HOPELESS = 2.0  # error above which no temperature is tried
+TEMPER_HOPELESS = {"classification": 2.0, "regression": 4.0}  # error above which none is tried
 TEMPER_DRAWS = 16  # most posterior draws of the predictions for it
 COVER_ROWS = (0.2, 20_000)  # share of all rows held out for the threshold, and most of them
 COVER_SHARE = 0.2  # of epsilon, for the threshold
@@ -164,7 +164,7 @@ class HeldOut:
             noise_multiplier=sigma * math.sqrt(STEPS), delta=delta, n=n, steps=STEPS,
             sampling="full-batch",
         )  # fmt: skip
-        return found if error(self._task, found) <= TEMPER_HOPELESS else None
+        return found if error(self._task, found) <= TEMPER_HOPELESS[self._task] else None
 
     def found(
         self,
