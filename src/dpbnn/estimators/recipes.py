@@ -15,8 +15,9 @@ rows) and three of numbers (150 to 300) at epsilon 0.1 to 1: five settings in 66
 trainings, and on 38 of these six questions for classes and two for numbers. What was wrong had been
 looked at in 24 fits of eight tables of benchmarks/, with the earlier settings; up to what error a
 regressor's scale is tried was settled after two fits of small-numbers there, and the 4/sqrt(n) of
-the questions by the cases of benchmarks/recalibration.py. Those of the other methods were chosen on splits of the training parts of public tables (benchmarks/command.py repeats
-it), at epsilon 1, for accuracy and calibration together.
+the questions by the cases of benchmarks/recalibration.py. Those of the other methods were chosen on
+splits of the training parts of public tables (benchmarks/command.py repeats it), at epsilon 1, for
+accuracy and calibration together.
 """
 
 from __future__ import annotations
