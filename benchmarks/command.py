@@ -127,7 +127,8 @@ def training_parts() -> dict:
 
 def validate(epsilon: float) -> None:
     """Print validation figures of learning rates and numbers of steps, for every table."""
-    from dpbnn.estimators.recipes import METHODS, settled_plan
+    from dpbnn.estimators.budget import settled_plan
+    from dpbnn.estimators.recipes import METHODS
 
     for name, part in training_parts().items():
         n = int(0.7 * len(part[0]))

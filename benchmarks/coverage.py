@@ -108,15 +108,15 @@ def _prior(
     where it would but the noise is too large, which public numbers tell.
     """
     import dpbnn
-    from dpbnn.estimators import recipes
+    from dpbnn.estimators import budget, recipes
 
     name = options.get("method", "auto")
     recipe = recipes.METHODS["moments" if name == "auto" else name]
     if not recipe.standardise:
         return dpbnn.Gaussian(scaled)
     epsilon, weights = options["epsilon"], np.ones(COLUMNS)
-    made = epsilon is None or recipes.standardising_plan(
-        rows, weights, epsilon, recipes.default_delta(rows), recipe.noise
+    made = epsilon is None or budget.standardising_plan(
+        rows, weights, epsilon, budget.default_delta(rows), recipe.noise
     )
     return dpbnn.Gaussian(standardised if made else public)
 

@@ -310,7 +310,7 @@ def test_the_seed_does_not_reach_the_noise():
 def test_delta_follows_from_n_or_from_the_ledger():
     x, y = line()
     assert PrivateBayesClassifier(**LINE).fit(x, y).plan_.delta == 1e-5
-    from dpbnn.estimators.recipes import default_delta
+    from dpbnn.estimators.budget import default_delta
 
     assert default_delta(100_000) == pytest.approx(1e-6)
     ledger = dpbnn.Ledger(epsilon=4.0, delta=1e-7)
@@ -615,6 +615,9 @@ def test_three_classes_and_hidden_layers_are_not_fitted_by_moments():
 
 
 def test_a_larger_budget_gets_a_network_with_steps_and_it_is_saved(tmp_path):
+    """A small one has none and cuts inputs off, which a larger one does not."""
+    from torch.nn import Hardtanh
+
     from dpbnn.networks import Steps
 
     rng = np.random.default_rng(0)
@@ -624,11 +627,26 @@ def test_a_larger_budget_gets_a_network_with_steps_and_it_is_saved(tmp_path):
     has = {}
     for epsilon in (0.1, 5.0):
         model = PrivateBayesClassifier(epsilon=epsilon, **common).fit(x, y)
-        has[epsilon] = any(isinstance(m, Steps) for m in model.posterior_.model.modules())
-    assert has == {0.1: False, 5.0: True}
-    model.save(tmp_path / "model")
-    again = PrivateBayesClassifier.load(tmp_path / "model")
-    assert np.array_equal(again.predict_proba(x), model.predict_proba(x))
+        layers = list(model.posterior_.model.modules())
+        has[epsilon] = [any(isinstance(m, kind) for m in layers) for kind in (Steps, Hardtanh)]
+        model.save(tmp_path / f"model-{epsilon}")
+        again = PrivateBayesClassifier.load(tmp_path / f"model-{epsilon}")
+        assert np.array_equal(again.predict_proba(x), model.predict_proba(x))
+    assert has == {0.1: [False, True], 5.0: [True, False]}
+
+
+@pytest.mark.parametrize("regression", [False, True])
+def test_only_a_classifier_of_a_small_budget_cuts_standardised_inputs_off_at_2(regression):
+    from dpbnn.estimators.budget import settled_plan
+    from dpbnn.estimators.recipes import METHODS
+
+    for n, cut in ((1000, not regression), (100_000, False)):
+        plan = settled_plan(n, 0.3, 1e-6, None, None)
+        network = METHODS["auto"].network(3, (32,), 2, plan, regression)()
+        with torch.no_grad():
+            network[-1].weight.fill_(1.0)
+            far, edge = (network(torch.full((1, 3), value)) for value in (3.5, 2.0))
+        assert torch.equal(far, edge) == cut
 
 
 def test_without_privacy_auto_does_not_learn_the_noise_of_few_rows():

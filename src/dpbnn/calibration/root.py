@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import torch
 from torch import Tensor
 
-__all__ = ["Crossing"]
+__all__ = ["LEVELS", "Crossing"]
 
-_SPAN = {"classification": math.log(10), "regression": math.log(100)}
-_PRIOR = {"classification": 1.0, "regression": 1.2}  # standard deviation of log T
+LEVELS = {"regression": 0.9, "half": 0.5}  # of the intervals of real targets
+_STEEPNESS = {"classification": (0.05, 1.2), "top class": (0.05, 0.6)}  # from, to
+_REAL = (0.4, 1.2)  # likewise of real targets
+_SPAN = (math.log(10), math.log(100))  # of log T, for classes and for real targets
+_PRIOR = (1.0, 1.2)  # standard deviation of log T, likewise
 _POINTS = 161
 _SPREAD = 0.5  # by which the shapes below are off, relative to their values
 
@@ -20,26 +24,28 @@ class Crossing:
 
     The mean at log T = t, with the crossing at t*, is modelled as
 
-        classes:  c (t - t*),                                   c from 0.05 to 1.2
-        real:     2 Phi(1.645 exp(a (t - t*)/2)) - 1.9,         a from 0.4 to 1.2
+        classes:  c (t - t*),                              c from 0.05 to 1.2 (top class: 0.6)
+        real:     2 Phi(z exp(a (t - t*)/2)) - 1 - level,  a from 0.4 to 1.2
 
-    up to an error of half its value, and a release adds Gaussian noise of known variance. The prior
-    of t* is normal about 0, so noise that hides the crossing leaves the temperature near 1. A value
-    far from the crossing says little more than a direction, one near it says where it is.
+    with z = Phi^-1((1 + level)/2), up to an error of half its value, and a release adds Gaussian
+    noise of known variance. The prior of t* is normal about 0, so noise that hides the crossing
+    leaves the temperature near 1. A value far from the crossing says little more than a direction,
+    one near it says where it is.
 
     Args:
-        task: "classification" or "regression".
+        asked: "classification", "top class", "regression" or "half"; see `recalibrate`.
         noise: standard deviation of the noise of a mean.
     """
 
-    def __init__(self, task: str, noise: float) -> None:
-        self.task, self.noise = task, noise
-        span = _SPAN[task]
+    def __init__(self, asked: str, noise: float) -> None:
+        self.level, self.noise = LEVELS.get(asked), noise
+        real = self.level is not None
+        span, count = _SPAN[real], 5 if real else 9
         self.places = torch.linspace(-span, span, _POINTS, dtype=torch.float64)
-        ends, count = ((0.05, 1.2), 9) if task == "classification" else ((0.4, 1.2), 5)
+        ends = _REAL if real else _STEEPNESS[asked]
         logs = torch.linspace(math.log(ends[0]), math.log(ends[1]), count, dtype=torch.float64)
         self.steepness = logs.exp()[:, None]
-        self.log_density = (-0.5 * (self.places / _PRIOR[task]).square()).repeat(count, 1)
+        self.log_density = (-0.5 * (self.places / _PRIOR[real]).square()).repeat(count, 1)
 
     @property
     def mean(self) -> float:
@@ -59,7 +65,8 @@ class Crossing:
         self.log_density -= 0.5 * ((value - expected).square() / variance + variance.log())
 
     def _expected(self, distance: Tensor) -> Tensor:
-        if self.task == "classification":
+        if self.level is None:
             return self.steepness * distance
-        z = 1.645 * (self.steepness * distance / 2).exp()
-        return torch.erf(z / math.sqrt(2)) - 0.9
+        z = statistics.NormalDist().inv_cdf((1 + self.level) / 2)
+        z = z * (self.steepness * distance / 2).exp()
+        return torch.erf(z / math.sqrt(2)) - self.level

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dpbnn.calibration.release import Budget, Records, release, row_blocks
-from dpbnn.calibration.root import Crossing
+from dpbnn.calibration.root import LEVELS, Crossing
 from dpbnn.predictive import ClassPredictive, Predictive, RealPredictive
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
@@ -22,9 +22,13 @@ from dpbnn.privacy.statement import PrivacyStatement
 __all__ = ["RecalibratedPosterior", "recalibrate", "tempered"]
 
 STEPS = 5
-CLIP = {"classification": 3.0, "regression": 0.9 * (1 + 1e-3)}  # no count is to be clipped
+CLIP = {
+    "classification": 3.0, "top class": 1 + 1e-3,  # no count is to be clipped
+    "regression": 0.9 * (1 + 1e-3), "half": 0.5 * (1 + 1e-3),
+}  # fmt: skip
 _RISE = {"classification": 0.2, "regression": 0.15}  # usual derivative of a mean by log T
-_LEVEL = 0.9  # of the intervals whose coverage decides the scale of real targets
+_COARSE = {"classification": ("top class", 0.1), "regression": ("half", 0.3)}  # and from what error
+_VARIED = 4.0  # or that error times sqrt(n), since coarse answers vary more from record to record
 _LOWEST = -1e4  # log-probability that stands for that of probability 0
 
 
@@ -88,15 +92,21 @@ def recalibrate(
     from 0.01 to 100, so that 90 % intervals hold 90 % of the records: a record contributes 0.1 if
     its interval holds it and -0.9 if not, so heavy tails do not matter.
 
+    Where the noise of that would be large, which public numbers tell, a question of less
+    sensitivity takes its place: is the most probable class right as often as it says (a record
+    contributes 1 if it is and 0 if not, less its probability), and do 50 % intervals hold half of
+    the records (0.5 and -0.5).
+
     Five noised sums are released, each at the posterior mean of log T given those before; the
     posterior knows the noise (see `Crossing`), and where the noise is large the temperature stays
     near 1.
 
-    **Guarantee.** A record contributes one number of absolute value at most 3, or 0.9, to each
-    release, so that zero-out moves the sum by at most that (replace-one by twice that); what
-    follows is post-processing of the releases. All releases are in the ledger before the first is
-    made. Nothing is assumed of the records: they may be those of the training, whose releases and
-    these then compose. Bad data is refused before anything is spent.
+    **Guarantee.** A record contributes one number of absolute value at most 3 (0.9, 1 or 0.5 for
+    the other questions) to each release, clipped there by the gate, so that zero-out moves the sum
+    by at most that (replace-one by twice that); which question it is depends on the plan alone;
+    what follows is post-processing of the releases. All releases are in the ledger before the
+    first is made. Nothing is assumed of the records: they may be those of the training, whose
+    releases and these then compose. Bad data is refused before anything is spent.
 
     Args:
         posterior: what is recalibrated.
@@ -123,10 +133,11 @@ def recalibrate(
     records = Records.of(data, on_bad_rows)
     budget = Budget.of(posterior.privacy, records.count, epsilon, delta, plan, ledger, STEPS)
     predictive, records = records.predicted(lambda x: posterior.predict(x, samples, seed=seed))
-    task, rows, work = _contributed(predictive, *records.targets(predictive), influence)
+    asked = question(_task(predictive), budget.plan)
+    rows, work = _contributed(predictive, *records.targets(predictive), influence, asked)
     n, sigma = budget.plan.n, budget.plan.noise_multiplier
-    gate = budget.gate(CLIP[task], "recalibration", noise)
-    crossing = Crossing(task, sigma * CLIP[task] / n)
+    gate = budget.gate(CLIP[asked], "recalibration", noise)
+    crossing = Crossing(asked, sigma * CLIP[asked] / n)
     for _ in range(budget.plan.steps):
         place = crossing.mean
         at = functools.partial(rows, temperature=math.exp(place))
@@ -143,6 +154,17 @@ def error(task: str, plan: Plan) -> float:
         plan: of the releases.
     """
     return CLIP[task] * plan.noise_multiplier / (_RISE[task] * plan.n * math.sqrt(plan.steps))
+
+
+def question(task: str, plan: Plan) -> str:
+    """Return what the records are asked, a key of CLIP: the task, or less where noise is large.
+
+    Args:
+        task: "classification" or "regression".
+        plan: of the releases.
+    """
+    coarse, most = _COARSE[task]
+    return coarse if error(task, plan) > max(most, _VARIED / math.sqrt(plan.n)) else task
 
 
 def tempered(predictive: Predictive, temperature: float) -> Predictive:
@@ -168,15 +190,23 @@ def tempered(predictive: Predictive, temperature: float) -> Predictive:
     raise _no_temperature(predictive)
 
 
+def _task(predictive: Predictive) -> str:
+    if isinstance(predictive, ClassPredictive):
+        return "classification"
+    if isinstance(predictive, RealPredictive):
+        return "regression"
+    raise _no_temperature(predictive)
+
+
 def _no_temperature(predictive: Predictive) -> TypeError:
     name = type(predictive).__name__
     return TypeError(f"{name} has no temperature; give classes or real targets")
 
 
 def _contributed(
-    predictive: Predictive, y: Tensor, kept: Tensor, influence: float
-) -> tuple[str, Callable[..., Tensor], int]:
-    """Return the task, what records first to last - 1 contribute at a temperature, and its size.
+    predictive: Predictive, y: Tensor, kept: Tensor, influence: float, asked: str
+) -> tuple[Callable[..., Tensor], int]:
+    """Return what records first to last - 1 contribute at a temperature, and its size.
 
     It is zero for records that are not kept.
     """
@@ -184,12 +214,11 @@ def _contributed(
     if isinstance(predictive, ClassPredictive):
         parts = [predictive.log_probabilities.clamp(min=_LOWEST)]
         target = y.to(parts[0].device, torch.long)
-        task, count = "classification", _slope
-    elif not isinstance(predictive, RealPredictive):
-        raise _no_temperature(predictive)
+        count = _slope if asked == "classification" else _right
     else:
+        assert isinstance(predictive, RealPredictive)
         parts = [predictive.means, predictive.variances]
-        task, count = "regression", _inside
+        count = functools.partial(_inside, LEVELS[asked])
         target = y.to(predictive.means).reshape(predictive.mean.shape).double()
 
     def rows(first: int, last: int, temperature: float) -> Tensor:
@@ -197,7 +226,7 @@ def _contributed(
         found = count(target[first:last], temperature, influence, *draws)
         return found.where(kept[first:last].to(found.device), 0.0)[:, None]
 
-    return task, rows, parts[0][:, 0].numel()
+    return rows, parts[0][:, 0].numel()
 
 
 def _slope(y: Tensor, temperature: float, influence: float, logs: Tensor) -> Tensor:
@@ -209,16 +238,29 @@ def _slope(y: Tensor, temperature: float, influence: float, logs: Tensor) -> Ten
     return (shares * (own - (scaled.exp() * logs).sum(-1))).sum(0) / temperature
 
 
+def _right(y: Tensor, temperature: float, influence: float, logs: Tensor) -> Tensor:
+    """Return 1 where the most probable class is right and 0 where not, less its probability."""
+    index = y.view(1, -1, 1).expand(len(logs), -1, 1)
+    weights = _left_out(logs.gather(-1, index), influence).softmax(0)
+    p, top = (weights * (logs / temperature).softmax(-1)).sum(0).max(-1)
+    return (top == y).double() - p
+
+
 def _inside(
-    y: Tensor, temperature: float, influence: float, means: Tensor, variances: Tensor
+    level: float,
+    y: Tensor,
+    temperature: float,
+    influence: float,
+    means: Tensor,
+    variances: Tensor,
 ) -> Tensor:
-    """Return 0.1 for a record in its interval of 90 %, -0.9 beyond it, averaged over outputs."""
+    """Return 1 - level for a record in its interval, -level beyond it, averaged over outputs."""
     mean = means.mean(0)
     u = mean + (y - mean) / math.sqrt(temperature)
     own = -0.5 * ((y - means).square() / variances + variances.log())
     weights = _left_out(own, influence).softmax(0)
     below = (weights * torch.erfc((means - u) / (2 * variances).sqrt()) / 2).sum(0)
-    found = ((below - 0.5).abs() <= _LEVEL / 2).double() - _LEVEL
+    found = ((below - 0.5).abs() <= level / 2).double() - level
     return found.flatten(1).mean(1) if found.dim() > 1 else found
 
 

@@ -215,7 +215,7 @@ def bounds_command(
     from dpbnn.data.draft import one_line
     from dpbnn.data.paid import learn_bounds
     from dpbnn.data.schema import read_toml
-    from dpbnn.estimators.recipes import default_delta
+    from dpbnn.estimators.budget import default_delta
     from dpbnn.privacy.checks import round_up
 
     values = read_toml(schema)

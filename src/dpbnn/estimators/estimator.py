@@ -17,7 +17,7 @@ from dpbnn import fit_arguments
 from dpbnn.calibration import tempered
 from dpbnn.data.schema import Schema
 from dpbnn.data.standardising import Standardisation
-from dpbnn.estimators import fitting, frames, kinds, pages, recipes, storage
+from dpbnn.estimators import budget, fitting, frames, kinds, pages, recipes, storage
 from dpbnn.estimators.fitting import Target
 from dpbnn.estimators.held_out import BETA, HeldOut
 from dpbnn.estimators.images import Scattered, check_features
@@ -414,7 +414,7 @@ class PrivateBayes(BaseEstimator):
         book = self._given_ledger()
         if book is not None and book.budget is not None:
             return book.budget[1]
-        return recipes.default_delta(n)
+        return budget.default_delta(n)
 
     def _given_ledger(self) -> Ledger | None:
         if self.ledger is None or isinstance(self.ledger, Ledger):

@@ -20,7 +20,7 @@ from sklearn.utils import check_random_state
 from dpbnn import training
 from dpbnn.data.standardising import Standardisation
 from dpbnn.data.statistics import private_bounds
-from dpbnn.estimators import kinds, recipes
+from dpbnn.estimators import budget, kinds, recipes
 from dpbnn.estimators.held_out import HeldOut, Parts
 from dpbnn.estimators.persons import UNIT, Persons
 from dpbnn.estimators.scaling import Scaling, parsed_bounds
@@ -172,14 +172,14 @@ def _plans(
     n, columns = shape
     bounds = standard = None
     if isinstance(estimator.bounds, str) and estimator.epsilon is not None:
-        bounds = recipes.solved_plan(
+        bounds = budget.solved_plan(
             epsilon=SHARE * estimator.epsilon, delta=delta, n=n, sampling="full-batch", steps=1
         )
     if recipe.standardise and estimator.epsilon is not None:
-        weights = recipes.weights(columns, estimator._regression)
-        standard = recipes.standardising_plan(n, weights, estimator.epsilon, delta, recipe.noise)
+        weights = budget.weights(columns, estimator._regression)
+        standard = budget.standardising_plan(n, weights, estimator.epsilon, delta, recipe.noise)
     beside = tuple(plan for plan in (bounds, standard, *later) if plan is not None)
-    plan = recipes.settled_plan(
+    plan = budget.settled_plan(
         n, estimator.epsilon, delta, estimator.batch_size, estimator.epochs, beside, recipe.steps,
         recipe.every,
     )  # fmt: skip
@@ -317,8 +317,8 @@ class _Fit:
         if self.target.beside is not None:
             values = np.concatenate([values, self.target.beside[self.rows]], 1)
         if "standard" not in self.released:
-            weights = recipes.weights(count, estimator._regression)
-            found = recipes.standardisation(
+            weights = budget.weights(count, estimator._regression)
+            found = budget.standardisation(
                 values, weights, estimator.epsilon, self.plans.standard, self.ledger,
                 self.persons.owners, known,
             )  # fmt: skip

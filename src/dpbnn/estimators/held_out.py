@@ -12,7 +12,7 @@ import numpy as np
 from dpbnn.calibration import calibration_split, conformalize, recalibrate
 from dpbnn.calibration.conformal import attainable
 from dpbnn.calibration.temperature import STEPS, error
-from dpbnn.estimators import recipes
+from dpbnn.estimators import budget
 from dpbnn.posteriors import Posterior
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan, open_plan
@@ -24,7 +24,7 @@ TRAINING = "training"
 TEMPER_ROWS = (0.2, 10_000)  # share of all rows held out for the temperature, and most rows for it
 TEMPER_SHARE = 0.1  # most of the budget's mu^2 for a temperature from training rows
 TEMPER_ENOUGH = {"classification": 0.07, "regression": 0.04}  # error of log T by the noise
-TEMPER_HOPELESS = 2.0  # error above which no temperature is tried
+TEMPER_HOPELESS = {"classification": 2.0, "regression": 4.0}  # error above which none is tried
 TEMPER_DRAWS = 16  # most posterior draws of the predictions for it
 COVER_ROWS = (0.2, 20_000)  # share of all rows held out for the threshold, and most of them
 COVER_SHARE = 0.2  # of epsilon, for the threshold
@@ -162,11 +162,11 @@ class HeldOut:
         enough = TEMPER_ENOUGH[self._task]
         more = max(1 / math.sqrt(TEMPER_SHARE), enough / error(self._task, one))
         sigma = one.noise_multiplier * more
-        found = recipes.solved_plan(
+        found = budget.solved_plan(
             noise_multiplier=sigma * math.sqrt(STEPS), delta=delta, n=n, steps=STEPS,
             sampling="full-batch",
         )  # fmt: skip
-        return found if error(self._task, found) <= TEMPER_HOPELESS else None
+        return found if error(self._task, found) <= TEMPER_HOPELESS[self._task] else None
 
     def found(
         self,
@@ -219,11 +219,11 @@ class HeldOut:
 def _plan(n: int, steps: int, epsilon: float | None, share: float, delta: float) -> Plan:
     if epsilon is None:
         return open_plan(n=n, steps=steps, sampling="full-batch")
-    return recipes.solved_plan(
+    return budget.solved_plan(
         epsilon=share * epsilon, delta=delta, n=n, steps=steps, sampling="full-batch"
     )
 
 
 def _budget(n: int, epsilon: float, delta: float) -> Plan:
     """Return the plan of a single release for all of a budget, whose mu is 1/sigma."""
-    return recipes.solved_plan(epsilon=epsilon, delta=delta, n=n, steps=1, sampling="full-batch")
+    return budget.solved_plan(epsilon=epsilon, delta=delta, n=n, steps=1, sampling="full-batch")
