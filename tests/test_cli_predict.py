@@ -80,7 +80,7 @@ def test_bad_rows_are_kept_one_by_one(fitted, capsys):
     (fitted / "new.csv").write_text("\n".join([HEADER, *lines]) + "\n")
     code, _, err = run(capsys, "predict", "run", "new.csv", "--id", "patient")
     assert code == 2
-    assert err.count("\n") == 1
+    assert [line for line in err.splitlines() if "warning" not in line] == err.splitlines()[-1:]
     code, out, _ = run(capsys, "predict", "run", "new.csv", "--id", "patient", "--on-bad-rows",
                        "keep", "--out", "p.csv")  # fmt: skip
     assert code == 0
@@ -121,7 +121,8 @@ def test_evaluate_by_group_with_a_positive_class(fitted, capsys):
         "By sex", "Confusion matrix", "class yes, from probability 0.3", "baseline",
         "Prediction sets hold the truth for at least 69 % of new records",
         "On the test records they held", "1200 rows for training", "number, 10 to 60",
-        "categories F, M", "missing values: indicator", "ill (target)", "yes, no",
+        "categories F, M", "missing values: the middle of the bounds, and marked", "ill (target)",
+        "yes, no",
     ):  # fmt: skip
         assert words in page
     run(capsys, "evaluate", "run", "test.csv", "--threshold", 0.3)
@@ -144,4 +145,4 @@ def test_bad_options_of_evaluate_are_named(fitted, capsys, option, value, words)
     code, _, err = run(capsys, "evaluate", "run", "test.csv", option, value)
     assert code == 2
     assert words in err
-    assert err.count("\n") == 1
+    assert [line for line in err.splitlines() if "warning" not in line] == err.splitlines()[-1:]

@@ -272,8 +272,10 @@ def test_item_49_commands(tmp_path, kind, write):
     quiet(command(tmp_path, "predict", "run", path, "--out", "p.csv"), raises=not bad_target)
     quiet(command(tmp_path, "evaluate", "run", path))
     if write is csv_file:
+        rows = path.read_text().splitlines(keepends=True)
+        (tmp_path / "other.csv").write_text("".join([*rows, rows[1]]))  # not the training table
         both = ("compare", path, "--schema", "s.toml", "--epochs", 2, "--methods", "sgd",
-                "--epsilons", 1, "--test", path, "--yes", "--out", "both")  # fmt: skip
+                "--epsilons", 1, "--test", "other.csv", "--yes", "--out", "both")  # fmt: skip
         quiet(command(tmp_path, *both))
         quiet(command(tmp_path, *both, *zero), "zero")
 

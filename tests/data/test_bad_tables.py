@@ -208,8 +208,8 @@ def test_dates_are_held_and_refused_as_numbers():
 
 OBJECTS = {
     "unequal columns": ({"a": [1], "b": [1, 2]}, ["'a' has 1", "'b' has 2"]),
-    "one axis": (np.zeros(3), ["1 axes", "[rows, columns]"]),
-    "three axes": (np.zeros((2, 2, 2)), ["3 axes"]),
+    "one axis": (np.zeros(3), ["number of axes is 1", "[rows, columns]"]),
+    "three axes": (np.zeros((2, 2, 2)), ["number of axes is 3"]),
     "time spans": ({"d": np.array([5], dtype="timedelta64[D]")}, ["'d'", "time spans", "days"]),
     "complex": ({"c": np.array([1j])}, ["'c'", "complex"]),
     "lists in cells": ({"c": np.array([[1], None], dtype=object)}, ["'c'", "list"]),

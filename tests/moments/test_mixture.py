@@ -361,7 +361,7 @@ def test_bad_settings_say_so(make, message):
         (lambda x: x[:12], 13, "12 records and 13 components"),
         (lambda x: x[:, :2], 2, "dimensions=3"),
         (lambda x: torch.cat([x[:, :2], torch.ones(24, 1)], 1), 2, r"columns \[2\].*constant"),
-        (lambda x: x.index_fill(0, torch.tensor([3]), math.inf), 2, r"1 rows.*\[3\]"),
+        (lambda x: x.index_fill(0, torch.tensor([3]), math.inf), 2, r"1 row .*\[3\]"),
     ],
 )
 @pytest.mark.parametrize("method", [dpbnn.SEP(), dpbnn.EM()])

@@ -165,7 +165,7 @@ def validated(
             validate_data(estimator, X, skip_check_array=True)  # takes names and number of columns
             y = column_or_1d(as_numbers(y) if regression else _labels(y), warn=True)
             check_consistent_length(found, y)
-    return found, y.astype(np.float64) if regression else y
+        return found, y.astype(np.float64) if regression else y
 
 
 def _labels(y: Any) -> Any:
