@@ -30,7 +30,7 @@ __all__ = [
 BLOCK = 32
 """Rows whose inner products are all taken at once."""
 SMALL = 8
-"""The same for units that have no more rows: 4 % of a step of a perceptron with 784 inputs."""
+"""The same for units that have no more rows: up to 5 % of a step of a perceptron."""
 _POWERS = 1 << np.arange(62)
 
 
