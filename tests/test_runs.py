@@ -15,7 +15,7 @@ from interruption import stop_after, stopped_after
 import dpbnn
 from dpbnn import PrivateBayesClassifier, PrivateBayesRegressor, training
 from dpbnn.data import Column, Schema, read_table
-from dpbnn.estimators import fitting, recipes
+from dpbnn.estimators import budget, fitting
 from dpbnn.estimators.held_out import HeldOut
 
 SCHEMA = Schema(
@@ -337,7 +337,7 @@ def interrupt(*_):
 
 
 @pytest.mark.parametrize(
-    ("where", "name"), [(recipes, "standardisation"), (HeldOut, "found")], ids=["before", "after"]
+    ("where", "name"), [(budget, "standardisation"), (HeldOut, "found")], ids=["before", "after"]
 )
 def test_releases_beside_the_training_are_never_lost_to_an_interruption(place, where, name):
     """Ctrl-C in the middle of one waits until what was released is on disk."""
