@@ -240,6 +240,7 @@ USUAL = settings(
 )  # fmt: skip
 
 
+@pytest.mark.once
 def test_no_sequence_hides_a_release():
     run_state_machine_as_test(Folder, settings=USUAL)
 
