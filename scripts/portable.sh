@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the numeric tests as other CPUs compute them: older instruction sets, more threads.
-# portable.sh all: one setting after the other; portable.sh few: what every change must pass.
+# portable.sh all: every test under every setting; portable.sh few: what every change must pass,
+# each file under one of two settings.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -13,24 +14,27 @@ tests=(tests/contributions tests/ranks tests/methods tests/moments tests/posteri
 oldest="ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41"
 avx2="ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 ONEDNN_MAX_CPU_ISA=AVX2"
 case $which in
-  few) settings=("OMP_NUM_THREADS=1 $oldest" "OMP_NUM_THREADS=2 $avx2") ;;
+  few) parts=2; settings=("OMP_NUM_THREADS=1 $oldest" "OMP_NUM_THREADS=2 $avx2") ;;
   all)
-    settings=()
+    parts=1; settings=()
     for one in $oldest $avx2 "$oldest" "$avx2"; do settings+=("OMP_NUM_THREADS=1 $one"); done
     for threads in 1 2 4; do settings+=("OMP_NUM_THREADS=$threads"); done
     ;;
   *) echo "$which: give 'all' or 'few'" >&2; exit 2 ;;
 esac
 best=$("$python" -c 'import torch; print(torch.backends.cpu.get_cpu_capability())')
-failed=()
+mapfile -t files < <(find "${tests[@]}" -name 'test_*.py' | sort)
+failed=() part=0
 for setting in "${settings[@]}"; do
+  own=()
+  for ((i = part++ % parts; i < ${#files[@]}; i += parts)); do own+=("${files[i]}"); done
   if [[ $setting == *ATEN_CPU_CAPABILITY=avx2* && $best != AVX2 && $best != AVX512 ]]; then
     echo "== left out, since this CPU is $best: $setting"
     continue
   fi
   echo "== $setting"
   # Threads that wait passively do not take the cores from each other.
-  env OMP_WAIT_POLICY=passive $setting "$python" -m pytest -q -n 2 --dist loadfile -m "not once" "${tests[@]}" "$@" || failed+=("$setting")
+  env OMP_WAIT_POLICY=passive $setting "$python" -m pytest -q -n 2 --dist loadfile -m "not once" "${own[@]}" "$@" || failed+=("$setting")
 done
 if ((${#failed[@]})); then
   printf '== failed: %s\n' "${failed[@]}"
