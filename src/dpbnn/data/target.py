@@ -124,10 +124,15 @@ def whole_bounds(bounds: Any) -> list[int]:
     return [math.floor(low), max(math.ceil(high), math.floor(low) + 1)]
 
 
+def can_bound_counts(low: float, high: float) -> bool:
+    """Return whether both are whole numbers that a count can be."""
+    whole = float(low).is_integer() and float(high).is_integer()
+    return whole and low >= 0 and high <= _MOST
+
+
 def _check_count(target: Column) -> None:
     low, high = target.bounds or (0.0, 0.0)
-    whole = float(low).is_integer() and float(high).is_integer()
-    if not (whole and low >= 0 and high <= _MOST):
+    if not can_bound_counts(low, high):
         raise _wrong(
             target,
             f"bounds = [{low:g}, {high:g}]: the bounds of a count are whole numbers from 0 "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dpbnn.data.target import can_bound_counts
 from dpbnn.estimators import frames
 from dpbnn.estimators.held_out import TRAINING
 from dpbnn.likelihoods import Poisson, ScaledPoisson
@@ -94,8 +95,7 @@ class Counts:
 
     def __init__(self, bounds: tuple[float, float]) -> None:
         self.low, self.high = bounds
-        whole = float(self.low).is_integer() and float(self.high).is_integer()
-        if not (whole and 0 <= self.low < self.high <= 1e6):
+        if not (can_bound_counts(self.low, self.high) and self.low < self.high):
             raise ValueError(
                 f"target_bounds=({self.low:g}, {self.high:g}): the bounds of a count are whole "
                 f"numbers from 0 to 1000000, such as (0, 40)"
