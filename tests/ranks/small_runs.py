@@ -2,10 +2,15 @@
 
 import contextlib
 import functools
+import os
+import signal
 
+import pytest
 import torch
 
 import dpbnn
+from dpbnn.methods.sgd import SGDProcess
+from dpbnn.methods.sgld import LangevinProcess
 from dpbnn.privacy import noise
 
 N, STEPS = 48, 6
@@ -51,6 +56,24 @@ def numbers(posterior):
         held = held.values() if isinstance(held, dict) else [held]
         parts += [value for value in held if isinstance(value, torch.Tensor)]
     return torch.cat([part.double().flatten() for part in parts])
+
+
+def stopped(rank, name="sgd", fit=fit, at=4, **options):
+    """Fit until rank 1 gets an interrupt after some step, which all ranks must raise."""
+    kind = {"sgd": SGDProcess, "sgld": LangevinProcess}[name]
+    update = kind.update
+
+    def interrupting(self, state, release):
+        state = update(self, state, release)
+        if rank == 1 and state.steps == at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return state
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "update", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            fit(name, checkpoint_every=100, **options)
+    return "stopped"
 
 
 @contextlib.contextmanager

@@ -2,16 +2,14 @@
 
 import io
 import json
-import os
 import re
-import signal
 from contextlib import redirect_stderr, redirect_stdout
 
 import broken_versions as broken
 import numpy as np
 import pytest
 import torch
-from small_runs import METHODS, STEPS, N, dataset, fit, network, numbers, plan
+from small_runs import METHODS, STEPS, N, dataset, fit, network, numbers, plan, stopped
 from test_ranks import SETTINGS, check_one_run, refusals, traced
 from together import together
 from torch.utils.data import Dataset
@@ -19,7 +17,6 @@ from twins import fails_on, twins_of
 
 import dpbnn
 from dpbnn import checkpoint
-from dpbnn.methods.sgd import SGDProcess
 from dpbnn.privacy.group import Group
 from dpbnn.privacy.ledger import Ledger
 
@@ -234,21 +231,6 @@ def test_the_number_of_records_of_owners_shows_in_nothing(tmp_path):
 # Restarts
 
 
-def stopped(rank, data, out, at=4):
-    update = SGDProcess.update
-
-    def interrupting(self, state, release):
-        state = update(self, state, release)
-        if rank == 1 and state.steps == at:
-            os.kill(os.getpid(), signal.SIGINT)
-        return state
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SGDProcess, "update", interrupting)
-        with pytest.raises(KeyboardInterrupt):
-            fit(data=data, out=out, checkpoint_every=100)
-
-
 @fails_on(63, broken.rank_0_speaks_for_the_rows_of_all)
 def test_item_63_owners_go_on_with_the_same_rows_alone(tmp_path):
     out = tmp_path / "run"
@@ -256,7 +238,7 @@ def test_item_63_owners_go_on_with_the_same_rows_alone(tmp_path):
         fixed = checkpoint.Keys("name", *(bytes([i]) * 32 for i in range(3)))
         patch.setattr(checkpoint.Keys, "new", classmethod(lambda cls: fixed))
         whole = together(2, lambda r: numbers(fit(data=own(r, UNEVEN[2]), out=tmp_path / "whole")))
-        together(2, lambda r: stopped(r, own(r, UNEVEN[2]), out))
+        together(2, lambda r: stopped(r, data=own(r, UNEVEN[2]), out=out))
         assert (out / "keys.json").exists()
     changed = dataset()
     changed[0][40] += 1.0
@@ -277,7 +259,7 @@ def test_item_63_owners_go_on_with_the_same_rows_alone(tmp_path):
 def test_item_63_rows_of_one_rank_that_may_change_take_the_keys_away(tmp_path):
     def work(rank):
         kind = "Dataset" if rank else "tensors"
-        stopped(rank, own(rank, UNEVEN[2], kind), tmp_path / "run")
+        stopped(rank, data=own(rank, UNEVEN[2], kind), out=tmp_path / "run")
 
     together(2, work)
     assert (tmp_path / "run" / "checkpoint.safetensors").exists()

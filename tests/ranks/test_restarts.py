@@ -7,30 +7,13 @@ import broken_versions as broken
 import pytest
 import torch
 from killed_runs import WRONG, killed, trouble
-from small_runs import STEPS, fit, numbers, plan
+from small_runs import STEPS, fit, numbers, plan, stopped
 from together import together
 from twins import fails_on, twins_of
 
 from dpbnn import checkpoint, resume
 from dpbnn.methods.sgd import SGDProcess
 from dpbnn.privacy.ledger import Ledger
-
-
-def stopped(rank, out, at=4):
-    """Fit until rank 1 gets an interrupt in some step; return what was raised."""
-    update = SGDProcess.update
-
-    def interrupting(self, state, release):
-        state = update(self, state, release)
-        if rank == 1 and state.steps == at:
-            os.kill(os.getpid(), signal.SIGINT)
-        return state
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SGDProcess, "update", interrupting)
-        with pytest.raises(KeyboardInterrupt):
-            fit(out=out, checkpoint_every=100)
-    return "stopped"
 
 
 @fails_on(58, broken.noise_depends_on_the_ranks, size=1)
@@ -42,7 +25,7 @@ def test_item_58_a_run_goes_on_on_another_number_of_ranks(tmp_path, size):
         fixed = checkpoint.Keys("name", *(bytes([i]) * 32 for i in range(3)))
         patch.setattr(checkpoint.Keys, "new", classmethod(lambda cls: fixed))
         whole = together(2, lambda rank: numbers(fit(out=tmp_path / "whole")))
-        assert together(2, lambda rank: stopped(rank, out)) == ["stopped", "stopped"]
+        assert together(2, lambda rank: stopped(rank, out=out)) == ["stopped", "stopped"]
     if size:
         rest = together(size, lambda rank: numbers(fit(out=out, resume=True)))
     else:  # this very process, without a group
@@ -99,7 +82,7 @@ def test_steps_that_a_device_does_not_repeat_bit_for_bit_get_new_noise(
 
 
 def test_refusals_of_rank_0_reach_all_ranks(tmp_path):
-    together(2, lambda rank: stopped(rank, tmp_path))
+    together(2, lambda rank: stopped(rank, out=tmp_path))
     for error in together(2, lambda rank: fit(out=tmp_path)):
         assert "holds an earlier run" in str(error)
     other = plan(noise_multiplier=3.0)

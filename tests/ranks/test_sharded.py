@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import os
 import shutil
-import signal
 
 import broken_versions as broken
 import pytest
@@ -12,7 +10,7 @@ import torch
 import torch.distributed as dist
 from killed_runs import WRONG, killed
 from sharded_runs import at_once, each_on_ranks, encoder, fit, head_alone, mlp, sharded
-from small_runs import METHODS, STEPS, N, dataset, drawn_noise, numbers, plan
+from small_runs import METHODS, STEPS, N, dataset, drawn_noise, numbers, plan, stopped
 from together import together
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -140,24 +138,6 @@ def test_item_65_neighbours_over_two_sharded_ranks(tmp_path, names):
         assert max(first.distances) > 0.1
 
 
-def stopped(rank, name, out, at=4, **options):
-    """Fit until rank 1 gets an interrupt after some step."""
-    kind = {"sgd": dpbnn.methods.sgd.SGDProcess, "sgld": dpbnn.methods.sgld.LangevinProcess}[name]
-    update = kind.update
-
-    def interrupting(self, state, release):
-        state = update(self, state, release)
-        if rank == 1 and state.steps == at:
-            os.kill(os.getpid(), signal.SIGINT)
-        return state
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kind, "update", interrupting)
-        with pytest.raises(KeyboardInterrupt):
-            fit(name, out=out, checkpoint_every=100, **options)
-    return "stopped"
-
-
 def finished(name, folder, **options):
     posterior = fit(name, **options)
     posterior.save(folder)
@@ -174,7 +154,7 @@ def test_item_65_a_sharded_run_goes_on_on_another_number_of_ranks(tmp_path, case
     def work(rank):
         for name in cases:
             finished(name, whole / name, out=tmp_path / f"run {name}")
-            stopped(rank, name, runs / name)
+            stopped(rank, name, fit, out=runs / name)
         return "stopped"
 
     with pytest.MonkeyPatch.context() as patch:
@@ -215,7 +195,7 @@ def test_item_65_noise_serves_the_same_computation_alone(tmp_path):
             fit(out=tmp_path, resume=True, **{**options, **change})
 
     def work(rank):
-        stopped(rank, "sgd", tmp_path, **options)
+        stopped(rank, "sgd", fit, out=tmp_path, **options)
         refused(f"network: {other}", make=partly_frozen(2.0))
         refused(f"network: {other}", spread=None)
         refused(f"torch's arithmetic: {other}", autocast=True)
