@@ -13,7 +13,7 @@ demo: $(READY)
 	$(BIN)/dpbnn demo
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The numeric tests as other CPUs compute them; SETTINGS=few is quick, and part of .ci/run.
 SETTINGS ?= all

@@ -16,6 +16,11 @@ if "DPBNN_DATA" not in os.environ and _BESIDE.is_dir():
     os.environ["DPBNN_DATA"] = str(_BESIDE)
 
 
+def pytest_collection_modifyitems(items):
+    """Long files come first, so that no process works alone at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture(scope="session")
 def data_folder() -> Path:
     """The folder with the papers' datasets; tests that need it skip, loudly, where it is absent."""

@@ -20,6 +20,8 @@ import dpbnn
 from dpbnn import PrivateBayesClassifier, PrivateBayesRegressor
 from dpbnn.estimators.scaling import Scaling, parsed_bounds
 
+pytestmark = pytest.mark.long
+
 QUICK = {"epsilon": None, "epochs": 50, "learning_rate": 5e-3, "random_state": 0}
 LINE = {"bounds": (0, 1), "classes": [0, 1], "epochs": 20, "random_state": 0}
 DECLARED = "labels are declared, not learned: those that are none of [0, 1, 2] are refused"

@@ -9,6 +9,8 @@ import pytest
 
 import dpbnn
 
+pytestmark = pytest.mark.long
+
 SOURCE = Path(dpbnn.__file__).parent
 
 # A room may import itself and the rooms named after it.

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[1]
 BOOKS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
 

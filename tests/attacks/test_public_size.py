@@ -18,6 +18,8 @@ from dpbnn import training
 from dpbnn.data import private_bounds, private_counts
 from dpbnn.privacy.gate import Gate
 
+pytestmark = pytest.mark.long
+
 N, FEATURES = 24, 3  # N is public; the data has other numbers of records
 SIZES = (N, N - 1, N + 1)
 MORE, FEWER, NONE = 3 * N, 2, 0

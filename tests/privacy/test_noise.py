@@ -27,6 +27,8 @@ from dpbnn.privacy import stream
 from dpbnn.privacy.grid import spacing
 from dpbnn.privacy.noise import NoiseSource
 
+pytestmark = pytest.mark.long
+
 SHAPES = {"w": (400, 300), "b": (401,), "v": (400, 300), "s": ()}
 
 

@@ -22,6 +22,8 @@ import dpbnn
 from dpbnn import checkpoint
 from dpbnn.privacy.ledger import Ledger
 
+pytestmark = pytest.mark.long
+
 NAMES = ["sgd", "sgld", "sghmc"]
 
 

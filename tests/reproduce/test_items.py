@@ -21,6 +21,8 @@ from dpbnn.reproduce.dp_bnn_theory import simulated_epsilon
 from dpbnn.reproduce.images import images
 from dpbnn.reproduce.views import SHIFTS, ViewedCategorical, shifted
 
+pytestmark = pytest.mark.long
+
 NAMES = list(reproduce.items())
 
 
