@@ -145,7 +145,7 @@ def _rows(lines: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 def speed(settings: Settings) -> Result:
     """Seconds an epoch of every private method, MLP and CNN, beside plain torch and Opacus."""
     cuda = settings.device.startswith("cuda")
-    steps = 2 if settings.fast else 1000 if cuda else 10
+    steps = 1 if settings.fast else 1000 if cuda else 10
     rounds = settings.count(1 if cuda else 3)
     here = importlib.util.find_spec("opacus") is not None
     cells = [
