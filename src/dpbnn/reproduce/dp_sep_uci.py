@@ -291,7 +291,7 @@ def table5(settings: Settings) -> Result:
     ]
     runs = _found(settings, cells)
     rows: list[tuple[Any, ...]] = []
-    near, tried = [], []
+    ratios = {}
     for name in _sets(settings):
         for kind, words in kinds.items():
             own = [v for c, v in runs if (c["dataset"], c["method"]) == (name, kind)]
@@ -300,9 +300,9 @@ def table5(settings: Settings) -> Result:
             printed = PAPER5[name] if kind == "sgd" else None
             rows.append((name, words, printed, _spread(values), epsilon, len(values)))
             if printed and values:
-                tried.append(name)
-                near += [name] if abs(statistics.mean(values) / printed - 1) < 0.1 else []
-    far = [name for name in tried if name not in near]
+                ratios[name] = statistics.mean(values) / printed
+    near = [name for name, ratio in ratios.items() if abs(ratio - 1) < 0.1]
+    far = [f"{name} ({ratio - 1:+.0%})" for name, ratio in ratios.items() if name not in near]
     return Result(
         title="DP-SEP, Table 5: test RMSE of a point estimate",
         columns=("data", "method", "paper: RMSE", "RMSE", "epsilon", "splits"),
@@ -319,7 +319,7 @@ def table5(settings: Settings) -> Result:
             epsilon=_spread([r[4] for r in rows if r[4]], 4) or "-",
             verdict=f"the point estimate is within 10 % of the paper's on "
             f"{', '.join(near) or 'none'}" + (f"; not on {', '.join(far)}" if far else "")
-            if tried
+            if ratios
             else "not complete",
         ),
     )
