@@ -31,12 +31,10 @@ def fitted(method, passes):
     )  # fmt: skip
 
 
-def process(method, noise=None, steps=4):
+def process(method, noise=None):
     torch.manual_seed(0)
     model = dpbnn.mlp(2, (5,), 1)
-    return method.start(
-        Problem(model, GaussianNoise(noise), dpbnn.Gaussian(0.7), N, N, steps, False)
-    )
+    return method.start(Problem(model, GaussianNoise(noise), dpbnn.Gaussian(0.7), N, 1, 4, False))
 
 
 @pytest.mark.parametrize("method", [ClippedSEP(), PlainVI(batch_size=20)], ids=["sep", "vi"])
@@ -78,6 +76,26 @@ def test_every_factor_and_the_prior_are_clipped_and_the_start_is_that_of_sep():
         ]  # fmt: skip
         assert np.linalg.norm(np.concatenate(factor)) <= clip * (1 + 1e-9)
         assert np.linalg.norm(np.concatenate([s[0] for s in state.sites[:2]])) <= clip
+
+
+@pytest.mark.parametrize("gamma", [1.0, float(N)])
+def test_a_record_moves_q_as_algorithm_3_of_the_library_does_without_noise(gamma):
+    x, y = regression()
+    clip = 0.05
+    own = process(ClippedSEP(damping=gamma / N, clip=clip), noise=0.5)
+    library = process(dpbnn.SEP.paper(gamma=gamma, clip=clip, always_clip=True), noise=0.5)
+    state, other = own.begin(), library.begin()
+    gate = dpbnn.Gate(clip, 0.0)
+    for i in range(5):
+        own.record(state, state.noise, i, x[i].double().numpy(), float(y[i]))
+        release = gate(library.contribute(other, x[i : i + 1], y[i : i + 1]))
+        other = library.update(other, release)
+    found = own.natural(state)
+    for name, value in other.q.second.items():
+        torch.testing.assert_close(found.second[name], value.double(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            found.first[name], other.q.first[name].double(), rtol=1e-4, atol=1e-5
+        )
 
 
 def test_the_printed_damping_moves_q_n_times_less():
