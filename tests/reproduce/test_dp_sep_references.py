@@ -78,6 +78,19 @@ def test_every_factor_and_the_prior_are_clipped_and_the_start_is_that_of_sep():
         assert np.linalg.norm(np.concatenate([s[0] for s in state.sites[:2]])) <= clip
 
 
+def test_the_prior_alone_can_be_clipped():
+    x, y = regression()
+    states = []
+    for factors in (True, False):
+        own = process(ClippedSEP(clip=0.05, factors=factors))
+        states.append(own.begin())
+        own.record(states[-1], states[-1].noise, 0, x[0].double().numpy(), 30.0 * float(y[0]))
+    clipped, free = ([part.copy() for part in (s.first, s.second)] for s in states)
+    start = own.begin()
+    assert np.linalg.norm(start.second - N * start.sites[1][0]) == pytest.approx(0.05)
+    assert np.linalg.norm(free[0] - start.first) > 2 * np.linalg.norm(clipped[0] - start.first)
+
+
 @pytest.mark.parametrize("gamma", [1.0, float(N)])
 def test_a_record_moves_q_as_algorithm_3_of_the_library_does_without_noise(gamma):
     x, y = regression()

@@ -37,12 +37,14 @@ class ClippedSEP(EP):
 
     Attributes:
         clip: C, the largest norm of a factor and of the prior.
+        factors: whether factors are clipped; if not, the prior alone is, as in the paper's code.
     """
 
     damping: float = 1.0
     shared: bool = True
     refine: bool = False
     clip: float = 1.0
+    factors: bool = True
 
     name = "clipped-sep"
 
@@ -64,7 +66,7 @@ class ClippedSEPProcess(EPProcess):
     def begin(self) -> SequentialState:
         """Return the start of SEP, with all that the clipped prior lacks in the shared factor."""
         state, n = super().begin(), self.problem.n
-        _, prior = self.factor(np.zeros_like(state.second), state.prior.second)
+        _, prior = self._clipped(np.zeros_like(state.second), state.prior.second)
         first, second = self.factor(state.first / n, (state.second - prior) / n)
         return dataclasses.replace(
             state,
@@ -74,7 +76,10 @@ class ClippedSEPProcess(EPProcess):
         )
 
     def factor(self, first: Array, second: Array) -> tuple[Array, Array]:
-        """Return natural parameters scaled to norm C at most."""
+        """Return a factor scaled to norm C at most, where factors are clipped."""
+        return self._clipped(first, second) if self.settings.factors else (first, second)
+
+    def _clipped(self, first: Array, second: Array) -> tuple[Array, Array]:
         norm = math.sqrt(float(first @ first + second @ second))
         scale = min(1.0, self.settings.clip / norm) if norm > 0 else 1.0
         return scale * first, scale * second

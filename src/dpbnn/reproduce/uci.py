@@ -263,7 +263,7 @@ def method(job: dict[str, Any], n: int) -> tuple[Any, float, float]:
         settings.pop(key, None)
     kind = job["method"]
     known = {"dp-sep": dpbnn.SEP, "dp-vi": dpbnn.VI, "dp-sgd": dpbnn.SGD}
-    if kind == "sep-clipped":
+    if kind in ("sep-clipped", "sep-code"):
         return ClippedSEP(**settings), noise, prior
     if kind == "sep-printed":  # equation 5 of the DP-SEP paper
         return ClippedSEP(damping=settings.pop("gamma") / n, **settings), noise, prior
