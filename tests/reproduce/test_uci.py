@@ -149,6 +149,10 @@ def test_the_verdict_says_where_columns_reproduce_and_what_the_clip_does():
     near |= {"dp-sep": {"wine": True, "power": False}, "sep-clipped": {"wine": True}}
     first, second, third = dp_sep_uci._verdict(near, runs, "rmse").split("; ")
     assert first.startswith("the paper's DP-SEP has no noise")
-    assert second.endswith("at most 5 % worse than the paper's numbers on wine, worse on power")
-    assert third == "clipped SEP is so on wine (better than SEP on 1 of 2 sets)"
+    assert second.endswith(
+        "reaches the paper's numbers on wine and misses them on power (at most 5 % worse)"
+    )
+    assert third == (
+        "clipped SEP reaches the paper's numbers on wine, and is better than SEP on 1 of 2 sets"
+    )
     assert dp_sep_uci._verdict({"dp-sep": {}}, runs, "rmse") == "not complete"

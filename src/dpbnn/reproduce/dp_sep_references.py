@@ -94,7 +94,7 @@ class PlainVI(Method):
     Appendix D of the paper: the output layer is integrated in closed form, the hidden one drawn L
     times. Records need no gradients of their own here, so that all draws are one product, and this
     is several times faster than `dpbnn.VI`. Every step of the plan is a pass over the records.
-    With `Gaussian(None)` the noise is learned, at the evidence's maximum.
+    With `Gaussian(None)` the noise's std is learned too, as a point.
 
     Attributes:
         learning_rate: of the optimizer; Adam's falls to zero by a cosine.
