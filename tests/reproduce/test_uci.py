@@ -146,13 +146,15 @@ def test_the_verdict_says_where_columns_reproduce_and_what_the_clip_does():
         for name, value in zip(("wine", "power"), values, strict=True)
     ]
     near = {kind: {} for kind in dp_sep_uci.METHODS}
-    near |= {"dp-sep": {"wine": True, "power": False}, "sep-clipped": {"wine": True}}
+    near |= {"dp-sep": {"wine": (True, 5), "power": (False, 5)},
+             "sep-clipped": {"wine": (True, 5), "power": (False, 1)}}  # fmt: skip
     first, second, third = dp_sep_uci._verdict(near, runs, "rmse").split("; ")
     assert first.startswith("the paper's DP-SEP has no noise")
     assert second.endswith(
-        "reaches the paper's numbers on wine and misses them on power (at most 5 % worse)"
+        "reaches the paper's numbers (at most 5 % worse) on wine and misses them on power"
     )
     assert third == (
-        "clipped SEP reaches the paper's numbers on wine, and is better than SEP on 1 of 2 sets"
+        "clipped SEP, on 1 to 5 splits, misses them on power (of 2 sets) and is better than SEP "
+        "on 1 of 2"
     )
     assert dp_sep_uci._verdict({"dp-sep": {}}, runs, "rmse") == "not complete"

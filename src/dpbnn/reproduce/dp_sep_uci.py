@@ -162,6 +162,10 @@ def _spread(values: list[float], digits: int = 3) -> str | None:
     return mean + (f" ± {statistics.stdev(values):.1g}" if len(values) > 1 else "")
 
 
+Near = dict[str, dict[str, tuple[bool, int]]]
+"""By method and dataset, whether it reaches the paper's number, and on how many splits."""
+
+
 def _near(mean: float, printed: float, key: str) -> bool:
     """Whether a mean is at most 5 % (RMSE) or 0.05 (log-likelihood) worse than the paper's."""
     return mean <= 1.05 * printed if key == "rmse" else mean >= printed - 0.05
@@ -178,7 +182,7 @@ def _table(settings: Settings, title: str, key: str, paper: dict[str, tuple[floa
     ]
     runs = _found(settings, cells)
     rows: list[tuple[Any, ...]] = []
-    near: dict[str, dict[str, bool]] = {kind: {} for kind in kinds}
+    near: Near = {kind: {} for kind in kinds}
     for name in _sets(settings):
         for kind in kinds:
             if kind in LITERAL and name != "wine":
@@ -192,9 +196,7 @@ def _table(settings: Settings, title: str, key: str, paper: dict[str, tuple[floa
             shown = _spread(values) or (f"failed: {failed}" if failed else None)
             rows.append((name, METHODS[kind], printed, shown, epsilon, len(values)))
             if printed is not None and values:
-                wanted = len(_splits(settings, name))
-                few = f" ({len(values)} of {wanted} splits)" if len(values) < wanted else ""
-                near[kind][name + few] = _near(statistics.mean(values), printed, key)
+                near[kind][name] = (_near(statistics.mean(values), printed, key), len(values))
     line = [f"{r[0]} {r[3]}" for r in rows if r[1] == METHODS["dp-sep"] and r[3]]
     literal = [f"{r[1]}: {r[0]} {r[3]}" for r in rows if r[1] in LITERAL.values() and r[3]]
     what = "RMSE" if key == "rmse" else "log-likelihood"
@@ -221,29 +223,31 @@ def _table(settings: Settings, title: str, key: str, paper: dict[str, tuple[floa
     )
 
 
-def _verdict(near: dict[str, dict[str, bool]], runs: list[Any], key: str) -> str:
+def _verdict(near: Near, runs: list[Any], key: str) -> str:
     """Return the verdict: DP-SEP, the references, and what the clip alone does to SEP."""
     if not near["dp-sep"]:
         return "not complete"
-
-    def words(kind: str) -> str:
-        good, bad = ([n for n, ok in near[kind].items() if ok is found] for found in (True, False))
-        reached = f"reaches the paper's numbers on {', '.join(good) or 'none'}"
-        return reached + (f" and misses them on {', '.join(bad)}" if bad else "")
-
-    margin = "5 %" if key == "rmse" else "0.05"
+    good, bad = ([n for n, (ok, _) in near["dp-sep"].items() if ok is k] for k in (True, False))
     parts = [
         "the paper's DP-SEP has no noise in the only code found; with noise, corrected DP-SEP "
-        f"{words('dp-sep')} (at most {margin} worse)"
+        f"reaches the paper's numbers (at most {'5 %' if key == 'rmse' else '0.05'} worse) on "
+        f"{', '.join(good) or 'none'}" + (f" and misses them on {', '.join(bad)}" if bad else "")
     ]
-    sign = -1 if key == "rmse" else 1
-    for kind in ("vi-paper", "vi", "sep-clipped", "sep-code"):
-        if near[kind]:
-            parts.append(f"{METHODS[kind]} {words(kind)}")
-        gaps = _gaps(runs, key, kind, "sep") if kind.startswith("sep") else {}
+    for kind in ("vi-paper", "sep-clipped", "sep-code"):
+        if not near[kind]:
+            continue
+        counts = [count for _, count in near[kind].values()]
+        splits = " to ".join(dict.fromkeys(map(str, (min(counts), max(counts)))))
+        missed = [name for name, (ok, _) in near[kind].items() if not ok]
+        parts.append(
+            f"{METHODS[kind]}, on {splits} splits, misses them on {', '.join(missed) or 'none'} (of "
+            f"{len(counts)} sets)"
+        )
+        gaps = _gaps(runs, key, kind, "sep") if kind != "vi-paper" else {}
         if gaps:
+            sign = -1 if key == "rmse" else 1
             better = [name for name, own in gaps.items() if sign * statistics.mean(own) > 0]
-            parts[-1] += f", and is better than SEP on {len(better)} of {len(gaps)} sets"
+            parts[-1] += f" and is better than SEP on {len(better)} of {len(gaps)}"
     return "; ".join(parts)
 
 
