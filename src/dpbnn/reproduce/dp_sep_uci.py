@@ -240,8 +240,8 @@ def _verdict(near: Near, runs: list[Any], key: str) -> str:
         splits = " to ".join(dict.fromkeys(map(str, (min(counts), max(counts)))))
         missed = [name for name, (ok, _) in near[kind].items() if not ok]
         parts.append(
-            f"{METHODS[kind]}, on {splits} splits, misses them on {', '.join(missed) or 'none'} (of "
-            f"{len(counts)} sets)"
+            f"{METHODS[kind]}, on {splits} splits, misses them on {', '.join(missed) or 'none'} "
+            f"(of {len(counts)} sets)"
         )
         gaps = _gaps(runs, key, kind, "sep") if kind != "vi-paper" else {}
         if gaps:
