@@ -151,7 +151,7 @@ def _year(settings: Settings) -> tuple[str, ...]:
         "Year is left out: YearPredictionMSD is not among the datasets that the library reads or "
         f"downloads. With its text file as DPBNN_DATA/uci/{uci.DATASETS['year'].folder}/{uci.YEAR} "
         "(from the UCI repository, unpacked) the same command adds its rows: one split, the last "
-        "51 630 songs to test on, settings of Protein",
+        "51 630 songs to test on, settings of Protein but for Table 6's own",
     )
 
 
