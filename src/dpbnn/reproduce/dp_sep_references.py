@@ -9,19 +9,21 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dpbnn.likelihoods import Gaussian
 from dpbnn.methods.ep import EP, EPProcess, SequentialState
 from dpbnn.methods.method import Method, OpenProcess, Problem
 from dpbnn.methods.state import State
-from dpbnn.moments.sequential import Array
 from dpbnn.posteriors import MeanFieldPosterior, Posterior
 from dpbnn.priors import Gaussian as Normal
 from dpbnn.privacy.checks import check_count, check_positive
 from dpbnn.privacy.plan import Plan
 
 __all__ = ["ClippedSEP", "PlainVI"]
+
+Array = NDArray[np.float64]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
