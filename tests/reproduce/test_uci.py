@@ -46,7 +46,10 @@ def test_power_learns_fast_with_whitening_that_was_paid_for():
 
 @pytest.mark.usefixtures("generated_folder")
 @pytest.mark.parametrize("name", dp_sep_uci.SETS)
-@pytest.mark.parametrize("kind", ["adf", "ep", "sep", "sgd", "dp-sep", "dp-vi", "dp-sgd"])
+@pytest.mark.parametrize("kind", [
+    "adf", "ep", "sep", "sep-clipped", "sep-code", "sep-printed", "vi", "vi-paper", "sgd", "dp-sep",
+    "dp-vi", "dp-sgd",
+])  # fmt: skip
 def test_every_method_on_generated_tables(name, kind):
     """Two steps at the settings of the benchmark: files are read, scaled, fitted and scored."""
     chosen = uci.chosen()["settings"][kind]
@@ -106,7 +109,7 @@ def test_year_is_in_the_tables_where_its_file_is(tmp_path, monkeypatch):
     assert features.shape == (400, 90)
     assert target.min() >= 1922
     assert [len(splits[f"{part}_0"]) for part in ("train", "test")] == [360, 40]
-    for kind in ("sep", "sgd", "dp-sep", "dp-sgd"):
+    for kind in ("vi-paper", "sep", "sep-clipped", "sgd", "dp-sep", "dp-sgd"):
         cell = dp_sep_uci._cell("year", kind, 0)
         cell["settings"] |= {"hidden": 4, "steps": 2, "epochs": 1}
         result = uci.one(cell)
@@ -134,3 +137,24 @@ def test_methods_are_compared_split_by_split():
     runs.append(({"dataset": "wine", "method": "dp-sgd", "split": 0}, {"error": "failed"}))
     notes = dp_sep_uci._paired(runs, "rmse")
     assert notes == ("DP-SEP less DP-VI corrected, split by split: wine -0.5 (se 0)",)
+
+
+def test_the_verdict_says_where_columns_reproduce_and_what_the_clip_does():
+    runs = [
+        ({"dataset": name, "method": kind, "split": 0}, {"rmse": value})
+        for kind, values in (("sep-clipped", (1.0, 5.0)), ("sep", (1.1, 4.0)))
+        for name, value in zip(("wine", "power"), values, strict=True)
+    ]
+    near = {kind: {} for kind in dp_sep_uci.METHODS}
+    near |= {"dp-sep": {"wine": (True, 5), "power": (False, 5)},
+             "sep-clipped": {"wine": (True, 5), "power": (False, 1)}}  # fmt: skip
+    first, second, third = dp_sep_uci._verdict(near, runs, "rmse").split("; ")
+    assert first.startswith("the paper's DP-SEP has no noise")
+    assert second.endswith(
+        "reaches the paper's numbers (at most 5 % worse) on wine and misses them on power"
+    )
+    assert third == (
+        "clipped SEP, on 1 to 5 splits, misses them on power (of 2 sets) and is better than SEP "
+        "on 1 of 2"
+    )
+    assert dp_sep_uci._verdict({"dp-sep": {}}, runs, "rmse") == "not complete"

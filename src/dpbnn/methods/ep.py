@@ -197,6 +197,10 @@ class EPProcess(SequentialProcess):
         first = np.tile(state.first / n, (rows, 1))
         return dataclasses.replace(state, sites=(first, np.zeros_like(first), np.zeros((rows, 2))))
 
+    def factor(self, first: Array, second: Array) -> tuple[Array, Array]:
+        """Return a record's factor, matched over cavity, as it is used."""
+        return first, second
+
     def record(self, state: SequentialState, noise: Gamma, index: int, x: Array, y: float) -> Gamma:
         """Move q and the record's factor, in place, and return what becomes of the noise."""
         damping = self.settings.damping
@@ -218,8 +222,9 @@ class EPProcess(SequentialProcess):
         tilted = self.network.tilted(m, v, x, y, self.scale(noise))
         left = 1 - v * tilted.curvature
         precision = cavity2 / left
-        move1 = damping * ((m + v * tilted.slope) * precision - cavity1 - site1)
-        move2 = damping * (precision - cavity2 - site2)
+        first = (m + v * tilted.slope) * precision - cavity1
+        first, second = self.factor(first, precision - cavity2)
+        move1, move2 = damping * (first - site1), damping * (second - site2)
         good = usable(np.minimum(state.second + move2, precision))
         if good is not None:
             move1, move2 = np.where(good, move1, 0.0), np.where(good, move2, 0.0)

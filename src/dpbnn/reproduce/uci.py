@@ -25,6 +25,7 @@ from torch import Tensor
 import dpbnn
 from dpbnn.contributions import DenseContributions
 from dpbnn.likelihoods import Gaussian as GaussianNoise
+from dpbnn.reproduce.dp_sep_references import ClippedSEP, PlainVI
 
 __all__ = [
     "DATASETS", "DELTA", "EPSILON", "Dataset", "Scaled", "chosen", "indices", "network", "one",
@@ -129,11 +130,11 @@ def _year(path: Path) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
 
 
 def settings_of(kind: str, name: str) -> dict[str, Any]:
-    """Return a copy of a method's settings for a dataset; Year has those of Protein."""
+    """Return a copy of a method's settings; Year has those of Protein where it has none."""
     every = chosen()["settings"][kind]
     if "all" in every:
         return dict(every["all"])
-    return dict(every["protein" if name == "year" else name])
+    return dict(every["protein" if name == "year" and name not in every else name])
 
 
 def indices(name: str, split: int, tuning: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -247,8 +248,13 @@ def _t(values: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values)).float()
 
 
-def method(job: dict[str, Any]) -> tuple[Any, float, float]:
-    """Return the method, its noise variance (None is learned) and the prior's std of a job."""
+def method(job: dict[str, Any], n: int) -> tuple[Any, float, float]:
+    """Return the method, its noise variance (None is learned) and the prior's std of a job.
+
+    Args:
+        job: see `one`.
+        n: how many records are trained on.
+    """
     settings = dict(job["settings"])
     if isinstance(settings.get("step_size"), list):
         settings["step_size"] = tuple(settings["step_size"])
@@ -257,6 +263,15 @@ def method(job: dict[str, Any]) -> tuple[Any, float, float]:
         settings.pop(key, None)
     kind = job["method"]
     known = {"dp-sep": dpbnn.SEP, "dp-vi": dpbnn.VI, "dp-sgd": dpbnn.SGD}
+    if kind in ("sep-clipped", "sep-code"):
+        return ClippedSEP(**settings), noise, prior
+    if kind == "sep-printed":  # equation 5 of the DP-SEP paper
+        return ClippedSEP(damping=settings.pop("gamma") / n, **settings), noise, prior
+    if kind == "vi":
+        return PlainVI(**settings), noise, prior
+    if kind == "vi-paper":
+        noise, precision = 1 / settings.pop("noise_precision"), settings.pop("prior_precision")
+        return PlainVI(optimizer="sgd", **settings), noise, precision**-0.5
     if kind == "sep":
         return dpbnn.SEP.original(**settings), noise, prior
     if kind == "dp-sep-paper":
@@ -300,7 +315,7 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
         plan = dpbnn.open_plan(n=n, sampling="full-batch", steps=epochs)
         if "batch" in settings:
             plan = dpbnn.open_plan(n=n, batch_size=settings["batch"], epochs=epochs)
-    kind, noise, prior = method(job)
+    kind, noise, prior = method(job, n)
     hidden = settings.get("hidden", DATASETS[name].hidden)
     x, y = data.train
     posterior = dpbnn.fit(
