@@ -131,15 +131,15 @@ def test_norms_of_units_are_those_of_summed_gradients(name, form, monkeypatch):
     assert_tight(found_norms(c, used), true_norms(truth, used))
 
 
-@pytest.mark.parametrize(("block", "small"), [(1, 1), (2, 1), (4, 2), (4, 8), (8, 2), (8, 4)])
+@pytest.mark.parametrize(("reach", "step"), [(1, 1), (2, 1), (4, 2), (4, 8), (8, 2), (8, 5)])
 @pytest.mark.parametrize("name", ["perceptron", "normed", "own layer"])
-def test_units_that_are_larger_than_a_block(name, block, small, monkeypatch):
+def test_units_that_reach_beyond_a_window(name, reach, step, monkeypatch):
     make, shape = MODELS[name]
     torch.manual_seed(0)
     model = make()
     x, y = data(shape)
-    monkeypatch.setattr(units, "BLOCK", block)
-    monkeypatch.setattr(units, "SMALL", small)
+    monkeypatch.setattr(units, "REACH", reach)
+    monkeypatch.setattr(units, "STEP", step)
     c = attach(model, "categorical")(x, y)
     truth = per_example(model, "categorical", x, y)
     assert_tight(found_norms(c), true_norms(truth))
@@ -147,7 +147,7 @@ def test_units_that_are_larger_than_a_block(name, block, small, monkeypatch):
     assert_tight(found_norms(c, used), true_norms(truth, used))
 
 
-MIXED = (1, 2, 40, 5, 8, 9, 1, 16, 3, 20, 32, 33, 1)  # in both kinds of blocks, and in none
+MIXED = (1, 2, 40, 5, 8, 9, 1, 16, 3, 20, 32, 33, 1)  # in a window, and beyond one
 
 
 def mixed(name, bad=None):
