@@ -250,6 +250,22 @@ def test_inner_products_that_underflow_are_never_rounded_down(size, scale):
     assert found.sqrt() >= truth * (1 - 1e-6)
 
 
+def test_products_beyond_float32_reach_no_other_unit():
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(4, 3), torch.randn(12, 4), torch.randn(12, 3)
+
+    def norms():
+        c = attach(model, lambda outputs, y: (outputs * y).sum(1))(x, y)
+        whose = torch.arange(4).repeat_interleave(3)
+        return unit_norms(c, Groups.of_rows(whose), list(c.shapes))
+
+    before = norms()
+    x[4], y[4] = 5e18, 5e18  # finite norms, whose products with those of neighbours are not
+    after = norms()
+    assert not after[1] < 1e37
+    assert (after == before).tolist() == [True, False, True, True]
+
+
 @pytest.mark.parametrize("width", [2, 300])
 def test_cross_terms_that_cancel_out_are_never_rounded_down(width):
     """Two records with opposite gradients, but for a little: the cross terms cancel in float32."""

@@ -137,11 +137,11 @@ class Groups:
             units: a number for every row, never falling, the same for the rows of one unit alone.
             used: false for rows that contribute nothing.
         """
-        whole = units.dim() == 1 and not units.is_floating_point() and not units.is_complex()
-        if whole:
-            found, of, sizes = units.cpu().unique_consecutive(True, True)
-            whole = len(found) < 2 or bool((found[1:] > found[:-1]).all())
-        if not whole:
+        numbers, rising = units.detach().cpu(), False
+        if numbers.dim() == 1 and numbers.numpy().dtype.kind in "iu":
+            found, of, sizes = torch.unique_consecutive(numbers, True, True)
+            rising = bool((found[1:] > found[:-1]).all())
+        if not rising:
             raise ValueError(
                 "units: must be one whole number per row, in rising order, so that the rows of a "
                 "unit follow on one another"
@@ -204,7 +204,7 @@ class Groups:
         return self._padded(REACH)
 
     def _padded(self, above: int) -> list[Padded]:
-        """Return units of more rows, by the least power of 2 that holds them, whatever others do."""
+        """Return units of more rows by the least power of 2 that holds them, whatever others do."""
         found: list[Padded] = []
         if not self.count or int(self.sizes.max()) <= above:
             return found
