@@ -131,7 +131,7 @@ def _cross_terms(layers: Sequence[_Layer], groups: Groups, squared: Tensor) -> T
     if not layers:
         return squared.new_zeros(groups.count)
     inputs = [term for layer in layers for term in layer.inputs]
-    windows, total = groups.windows, squared.new_zeros(0)
+    windows, total = groups.windows(inputs[0].g.dtype), squared.new_zeros(0)
     for layer in layers:
         own, whole = windows.gram(layer.inputs[0].g), windows.gram(layer.inputs[0].a)
         whole.add_(layer.biases)

@@ -73,25 +73,36 @@ class Windows(NamedTuple):
 
     Attributes:
         rows: of the batch.
-        apart: true for pairs that are not of one unit, [windows, STEP + REACH, STEP].
+        mask: all bits for pairs of one unit, none for others, [windows, STEP + REACH, STEP].
     """
 
     rows: int
-    apart: Tensor
+    mask: Tensor
 
     @classmethod
-    def of(cls, units: Tensor) -> Windows:
-        """Return the windows of a batch; `units` has a number >= 0 for every row."""
-        rows, own = _views(units.unsqueeze(1), -1)
-        return cls(len(units), rows != own)
+    def of(cls, units: Tensor, dtype: torch.dtype) -> Windows:
+        """Return the windows of a batch.
+
+        Args:
+            units: a number for every row, from 0 to 2^31 - 2.
+            dtype: of what is to be paired.
+        """
+        numbers = units.to(torch.int64 if dtype is torch.float64 else torch.int32)
+        rows, own = _views(numbers.unsqueeze(1), 2**31 - 1)
+        # Bits in place of comparisons are a fortieth of the step of a small perceptron.
+        return cls(len(units), (rows ^ own).sub_(1).bitwise_right_shift_(31))
 
     def gram(self, t: Tensor) -> Tensor:
-        """Return <t_i, t_j> of all pairs, shaped like `apart`."""
+        """Return <t_i, t_j> of all pairs, shaped like `mask`."""
         return torch.bmm(*_views(t, 0))
 
     def sums(self, pairs: Tensor) -> Tensor:
-        """Return for every row i the sum over j >= i in its unit; i < j counts twice."""
-        pairs.mul_(_twice(STEP, REACH, pairs.dtype, pairs.device)).masked_fill_(self.apart, 0.0)
+        """Return for every row i the sum over j >= i in its unit; i < j counts twice.
+
+        Pairs of two units become 0, finite or not.
+        """
+        pairs.mul_(_twice(STEP, REACH, pairs.dtype, pairs.device))
+        pairs.view(self.mask.dtype).bitwise_and_(self.mask)
         return pairs.sum(1).view(-1)[: self.rows]
 
 
@@ -220,11 +231,14 @@ class Groups:
             found.append(Padded(torch.from_numpy(units).to(device), rows, there))
         return found
 
-    @functools.cached_property
-    def windows(self) -> Windows:
-        """Pairs of rows of one unit, for units of at most `REACH` rows; none of unused rows."""
+    def windows(self, dtype: torch.dtype) -> Windows:
+        """Return pairs of rows of one unit; used rows are paired with no others.
+
+        Args:
+            dtype: of what is to be paired.
+        """
         of = self.of if self.used is None else self.of.masked_fill(~self.used, self.count)
-        return Windows.of(of)
+        return Windows.of(of, dtype)
 
 
 def unit_norms(rows: Clippable, groups: Groups, names: Sequence[str]) -> Tensor:
