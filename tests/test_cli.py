@@ -367,8 +367,11 @@ def test_compare_shows_the_composed_budget_first(capsys, place):
     code, out, err = run(capsys, *arguments)
     assert code == 2
     assert "Together they spend epsilon" in out
+    assert "ledger.jsonl is a new ledger" in " ".join(out.split())
     assert "--yes" in err
     assert not (place / "all").exists()
+    known = run(capsys, *arguments, "--ledger", "ledger.jsonl")[1]
+    assert "new ledger" not in " ".join(known.split())
     code, out, err = run(capsys, *arguments, "--yes", "--json")
     assert code == 0, err
     values = json.loads(out)

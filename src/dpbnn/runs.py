@@ -19,7 +19,7 @@ from dpbnn.data.schema import Schema
 from dpbnn.estimators import frames, pages
 from dpbnn.estimators.estimator import PrivateBayes
 from dpbnn.estimators.storage import opened, settings_of
-from dpbnn.estimators.workspace import FINGERPRINT, METRICS, REPORT, fingerprint
+from dpbnn.estimators.workspace import FINGERPRINT, METRICS, REPORT, Fingerprint
 from dpbnn.predictive import Predictive
 from dpbnn.privacy.statement import PrivacyStatement
 from dpbnn.report import RunPage
@@ -205,5 +205,5 @@ class Run:
         if not path.is_file():
             return None
         known = json.loads(path.read_text())
-        x, y = self.estimator._known(table, y)
-        return bool(fingerprint(x, y, bytes.fromhex(known["salt"])) == known["table"])
+        own = self.estimator._known(table, y)
+        return bool(Fingerprint.of(*own, bytes.fromhex(known["salt"])).table == known["table"])

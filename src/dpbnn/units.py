@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import decimal
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -157,12 +158,15 @@ def numbered(labels: Any) -> tuple[Tensor, Tensor]:
 
     Numbers rise in the order in which labels first occur; those of missing ones mean nothing. 7,
     "7", 7.0 and "007" are equal: pandas reads a column in parts, whose types may differ, and the
-    records of one person must not become two units.
+    records of one person must not become two units. Floats too large to tell whole numbers apart
+    are refused, and a text with U+FFFD, the mark of what could not be read, is a missing label: two
+    persons must not become one.
     """
     given = getattr(labels, "to_pylist", getattr(labels, "tolist", None))
     values = labels if given is None else given()
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise ValueError("units: give one label for each record, such as a column of patient ids")
+    exact_below = _exact_below(getattr(labels, "dtype", None))
     known: dict[Any, int] = {}
     found, missing = [], []
     for label in values:
@@ -170,9 +174,12 @@ def numbered(labels: Any) -> tuple[Tensor, Tensor]:
             label = label.decode("utf-8", "replace")
         if isinstance(label, str):
             label = label.strip()
-            none = not label
-        elif isinstance(label, int | float):
-            none = label != label
+            none = not label or "\ufffd" in label
+        elif isinstance(label, float | np.floating):
+            none = bool(label != label)
+            _check_exact(label, exact_below)
+        elif isinstance(label, int):
+            none = False
         else:
             none = label is None or _not_a_label(label)
         missing.append(none)
@@ -187,21 +194,42 @@ def _read(labels: Iterable[Any]) -> list[int]:
     found = []
     for label in labels:
         read = label
-        if isinstance(label, str) and "_" not in label:
-            with contextlib.suppress(ValueError, OverflowError):
-                number = int(label) if label.isdecimal() else float(label)
-                read = number if math.isfinite(number) else label
+        if isinstance(label, float | np.floating):
+            read = decimal.Decimal(repr(float(label)))
+        elif isinstance(label, str) and "_" not in label:
+            with contextlib.suppress(ValueError, OverflowError, decimal.InvalidOperation):
+                read = decimal.Decimal(label) if math.isfinite(float(label)) else label
         found.append(known.setdefault(read, len(known)))
     return found
+
+
+def _exact_below(dtype: Any) -> float:
+    """Return the number below which floats of a type hold every whole number."""
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return 2 / torch.finfo(dtype).eps
+    held = dtype if isinstance(dtype, np.dtype) and dtype.kind == "f" else np.float64
+    return 2 / float(np.finfo(held).eps)
+
+
+def _check_exact(label: Any, exact_below: float) -> None:
+    if isinstance(label, np.floating):
+        exact_below = min(exact_below, _exact_below(label.dtype))
+    if abs(label) >= exact_below:
+        raise ValueError(
+            f"units: some labels are floating-point numbers of {exact_below:.0f} or more, where "
+            f"two persons may have the same; give whole numbers or text"
+        )
 
 
 def _not_a_label(label: Any) -> bool:
     """Return whether a label is a missing one, such as NaN; raise where it is of no such type."""
     if type(label).__name__ in ("NAType", "NaTType"):  # of pandas, which cannot be compared
         return True
-    try:
-        hash(label)
-        return bool(label != label)
-    except TypeError:
-        pass
+    by_value = type(label).__eq__ is not object.__eq__ and not hasattr(label, "detach")
+    if by_value and not isinstance(label, complex | np.complexfloating):
+        try:
+            hash(label)
+            return bool(label != label)
+        except Exception:  # whatever its own methods raise
+            pass
     raise ValueError("units: labels must be texts or numbers, one for each record")

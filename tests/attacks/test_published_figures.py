@@ -59,6 +59,27 @@ def test_item_67_figures_of_the_training_table_are_marked_wherever_they_are(tmp_
         assert "no training record may be among them" not in text
 
 
+@fails_on(67, broken.figures_of_the_training_table_look_like_others, by_schema=True)
+@pytest.mark.parametrize("by_schema", [False, True])
+def test_item_67_an_estimator_marks_them_without_a_run_folder(tmp_path, by_schema):
+    x, y = records(0)
+    other = records(1)
+    if by_schema:
+        schema = dpbnn.data.Schema.from_toml(SCHEMA)
+        model = dpbnn.PrivateBayesRegressor(schema=schema, epsilon=5.0, epochs=3)
+        (x, y), other = (({"x": a[:, 0], "y": b}, None) for a, b in ((x, y), other))
+    else:
+        model = counted()
+    model.fit(x, y)
+    model.report(tmp_path / "page.html", *other)
+    assert NOTHING_ELSE in (tmp_path / "page.html").read_text()
+    model.report(tmp_path / "page.html", x, y)
+    text = (tmp_path / "page.html").read_text()
+    assert "Do not publish this page" in text
+    assert NOTHING_ELSE not in text
+    assert "_training" not in model.__getstate__()  # no copy that is given away tells the table
+
+
 def test_item_67_the_command_says_that_epsilon_does_not_cover_them(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "train.csv", *records(0))

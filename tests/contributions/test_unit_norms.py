@@ -131,15 +131,15 @@ def test_norms_of_units_are_those_of_summed_gradients(name, form, monkeypatch):
     assert_tight(found_norms(c, used), true_norms(truth, used))
 
 
-@pytest.mark.parametrize(("block", "small"), [(1, 1), (2, 1), (4, 2), (4, 8), (8, 2), (8, 4)])
+@pytest.mark.parametrize(("reach", "step"), [(1, 1), (2, 1), (4, 2), (4, 8), (8, 2), (8, 5)])
 @pytest.mark.parametrize("name", ["perceptron", "normed", "own layer"])
-def test_units_that_are_larger_than_a_block(name, block, small, monkeypatch):
+def test_units_that_reach_beyond_a_window(name, reach, step, monkeypatch):
     make, shape = MODELS[name]
     torch.manual_seed(0)
     model = make()
     x, y = data(shape)
-    monkeypatch.setattr(units, "BLOCK", block)
-    monkeypatch.setattr(units, "SMALL", small)
+    monkeypatch.setattr(units, "REACH", reach)
+    monkeypatch.setattr(units, "STEP", step)
     c = attach(model, "categorical")(x, y)
     truth = per_example(model, "categorical", x, y)
     assert_tight(found_norms(c), true_norms(truth))
@@ -147,7 +147,7 @@ def test_units_that_are_larger_than_a_block(name, block, small, monkeypatch):
     assert_tight(found_norms(c, used), true_norms(truth, used))
 
 
-MIXED = (1, 2, 40, 5, 8, 9, 1, 16, 3, 20, 32, 33, 1)  # in both kinds of blocks, and in none
+MIXED = (1, 2, 40, 5, 8, 9, 1, 16, 3, 20, 32, 33, 1)  # in a window, and beyond one
 
 
 def mixed(name, bad=None):
@@ -248,6 +248,22 @@ def test_inner_products_that_underflow_are_never_rounded_down(size, scale):
     truth = (y.double().T @ x.double()).norm()
     found = c.unit_squares(Groups.of_rows(torch.zeros(size, dtype=torch.int64)), ["weight"])
     assert found.sqrt() >= truth * (1 - 1e-6)
+
+
+def test_products_beyond_float32_reach_no_other_unit():
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(4, 3), torch.randn(12, 4), torch.randn(12, 3)
+
+    def norms():
+        c = attach(model, lambda outputs, y: (outputs * y).sum(1))(x, y)
+        whose = torch.arange(4).repeat_interleave(3)
+        return unit_norms(c, Groups.of_rows(whose), list(c.shapes))
+
+    before = norms()
+    x[4], y[4] = 5e18, 5e18  # finite norms, whose products with those of neighbours are not
+    after = norms()
+    assert not after[1] < 1e37
+    assert (after == before).tolist() == [True, False, True, True]
 
 
 @pytest.mark.parametrize("width", [2, 300])

@@ -529,7 +529,7 @@ class TestComparison:
     def test_one_open_run_makes_the_whole_not_private(self):
         page = report.render_comparison(rows(), total=statement(4.321))
         assert '<div class="alarm bar" role="alert">NOT PRIVATE</div>' in page
-        assert "6 runs with one have epsilon 4.321" in text(page)
+        assert "6 runs with a guarantee have epsilon 4.321" in text(page)
 
     def test_bold_marks_the_best_private_value_only(self):
         kept = rows()

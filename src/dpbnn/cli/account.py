@@ -112,8 +112,8 @@ def plan_table(plan: Plan) -> Table:
         if attack.mu is not None:
             table.add_row("mu", round_up(attack.mu), f"{attack.scope}, upper bound")
         right = f"{round_up(100 * attack.right, 3)} %"
-        table.add_row("best attack", right, f"most right guesses whether one {unit} was used; "
-                      "tossing a coin: 50 %")  # fmt: skip
+        table.add_row("best attack", right, f"of guesses whether one {unit} was used are right "
+                      "at most; by a coin toss 50 %")  # fmt: skip
         for share, power in attack.power.items():
             table.add_row(f"  at {100 * share:g} % false alarms", f"{round_up(100 * power, 3)} %",
                           f"of the used {unit}s are found, at most")  # fmt: skip

@@ -28,7 +28,8 @@ _PATH = click.Path(path_type=Path)
 @click.command("compare")
 @click.argument("table", type=_PATH)
 @table_options
-@click.option("--methods", default="sgld,bbp", show_default=True, help="Names, with commas.")
+@click.option("--methods", default="sgld,bbp", show_default=True,
+              help="Names of methods, separated by commas.")  # fmt: skip
 @click.option("--epsilons", required=True, help="Budgets of single runs, such as 0.5,1,2.")
 @click.option("--test", type=_PATH, required=True, help="The test table, for all runs.")
 @metric_options
@@ -101,15 +102,20 @@ def compare_command(
         f"Together they spend epsilon {round_up(total.epsilon)} at delta {total.delta:g} "
         f"(composed by {total.accountant})."
     )
+    book = ledger or out / "ledger.jsonl"
+    if ledger is None:
+        speaker.say(
+            f"Without --ledger, {book} is a new ledger: it does not know what other runs, or one "
+            f"that was interrupted, have spent on this table."
+        )
     if not yes:
         raise ValueError(
-            f"--yes: missing; what is asked for spends epsilon {round_up(total.epsilon)} at delta "
-            f"{total.delta:g}; add --yes to continue"
+            f"--yes: missing; these runs spend epsilon {round_up(total.epsilon)} at delta "
+            f"{total.delta:g}; add --yes to start them"
         )
     if ledger is not None and ledger.exists():
         dpbnn.Ledger(ledger).check(total.events)
     out.mkdir()
-    book = ledger or out / "ledger.jsonl"
     rows = []
     for (method, epsilon), plan in zip(cells, plans, strict=True):
         speaker.say(f"{method} at epsilon {epsilon:g}")

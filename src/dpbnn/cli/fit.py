@@ -85,7 +85,7 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @training_options
 @click.option("--out", type=_PATH, required=True, help="The run directory to be made.")
 @click.option("--overwrite", is_flag=True, help="Replace a run; the new one continues its ledger.")
-@click.option("--resume", is_flag=True, help="Go on with a fit that was interrupted; give the same "
+@click.option("--resume", is_flag=True, help="Resume a fit that was interrupted; give the same "
               "table and options again.")  # fmt: skip
 @speaking
 def fit_command(

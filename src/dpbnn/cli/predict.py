@@ -36,7 +36,7 @@ _ROWS = 8192  # predicted at once
     "--id",
     "identifier",
     metavar="COLUMN",
-    help="A column of the table that stands first in every line of the output.",
+    help="A column of the table to write first in every line of the output.",
 )
 @click.option(
     "--on-bad-rows",
@@ -65,7 +65,7 @@ def predict_command(
     Classes: prediction, one probability p(CLASS) each, std (of the predicted class's probability
     over the posterior), epistemic and aleatoric uncertainty in nats.
     Numbers and counts: mean, std, epistemic and aleatoric std, low and high end of the interval.
-    Classes with an order: those of classes, and low and high, the ends of the interval.
+    Ordered classes: as for classes, and low and high, the ends of the interval.
     A run with --conformal adds what covers the truth: the set of classes, with | between them, or
     conformal_low and conformal_high.
 

@@ -223,7 +223,7 @@ def bounds_command(
     if out.exists():
         raise ValueError(f"{out}: exists already; give another file")
     if not os.access(out.absolute().parent, os.W_OK):
-        raise ValueError(f"{out}: its parent is no folder that can be written; make that one first")
+        raise ValueError(f"{out}: its folder does not exist or cannot be written to; make it first")
     new = not ledger.exists()
     if budget is not None and not new:
         raise ValueError(f"--budget: {ledger} has its own budget; leave the option out")

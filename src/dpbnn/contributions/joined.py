@@ -23,13 +23,13 @@ from dpbnn.contributions.dense import UnsupportedModel
 from dpbnn.contributions.outer import ConvFactors, LinearFactors, Outer
 from dpbnn.contributions.rounding import row_squares, squares, sum_error
 from dpbnn.contributions.sites import Direct, Rows, Site, bound
-from dpbnn.privacy.units import BLOCK, Groups, Padded
+from dpbnn.privacy.units import REACH, Groups, Padded
 
 __all__ = ["unit_squares"]
 
 
 def unit_squares(
-    sites: Sequence[Site], groups: Groups, names: Collection[str], norms: Tensor
+    sites: Sequence[Site], groups: Groups, names: Collection[str], squared: Tensor
 ) -> Tensor:
     """Return |sum_i c_i|^2 over some names of every unit of several rows, an upper bound.
 
@@ -37,7 +37,7 @@ def unit_squares(
         sites: parts of every row's contribution.
         groups: the units; rows that are not finite must be among those that are not used.
         names: released names.
-        norms: upper bounds on the rows' own |c_i| over these names.
+        squared: upper bounds on the rows' own |c_i|^2 over these names.
     """
     if any(site.data_free for site in sites):
         raise UnsupportedModel(
@@ -45,8 +45,7 @@ def unit_squares(
             "unit; use a method that adds it outside, such as BBP in weight space"
         )
     layers, others = _layers([s for s in sites if not s.shapes.keys().isdisjoint(names)])
-    reach = groups.sums(norms)
-    total, added = _cross_terms(layers, groups, reach), []
+    total, added = _cross_terms(layers, groups, squared), list[Site]()
     for same in groups.large:
         total[same.units] = 0.0
     for layer in layers:
@@ -58,7 +57,7 @@ def unit_squares(
             _put(site, groups.padded, names, total)
         else:
             added.append(site)
-    return total.add_(_added_up(added, groups, names, reach)) if added else total
+    return total.add_(_added_up(added, groups, names, squared)) if added else total
 
 
 def _put(site: Site, padded: Sequence[Padded], names: Collection[str], total: Tensor) -> None:
@@ -113,43 +112,40 @@ def _identity(g: Tensor) -> object:
     return g.data_ptr(), g.shape, g.stride()
 
 
-def _cross_terms(layers: Sequence[_Layer], groups: Groups, reach: Tensor) -> Tensor:
+def _cross_terms(layers: Sequence[_Layer], groups: Groups, squared: Tensor) -> Tensor:
     """Return sum_{i,j} <g_i, g_j> (<a_i, a_j> + 1) over layers, of float32 inner products.
 
     Each of these errs by gamma times its factors' norms, whatever cancels; so do their products and
-    the sums of these. So a unit's value errs by gamma (sum_i |c_i|)^2. Every term may underflow
-    too, which a product makes larger by its other factor: that loses at most
-    tiny (|a_i| |a_j| + |g_i| |g_j| + 1), and m sum_i (|a_i|^2 + |g_i|^2 + 1) for m rows.
+    the sums of these. So a pair of rows errs by gamma |c_i| |c_j|. Every term may underflow too,
+    which a product makes larger by its other factor: that loses at most
+    tiny (|a_i| |a_j| + |g_i| |g_j| + 1) over all layers. Together that is less than r_i r_j, and
+    over all pairs of a unit less than (sum_i r_i)^2, where
+
+        r_i^2 = gamma |c_i|^2 + tiny (|a_i|^2 + |g_i|^2 + 1).
 
     Args:
         layers: of one position.
-        groups: the units; 0 is returned for those that no block holds.
-        reach: sum_i |c_i| of every unit.
+        groups: the units; what is returned for those of more than `REACH` rows means nothing.
+        squared: |c_i|^2 of every row.
     """
-    value = torch.zeros(groups.count + 1, dtype=torch.float64, device=reach.device)
     if not layers:
-        return value[:-1]
-    packed, total = groups.packed, list[Tensor]()
-    for layer in layers:
-        ends = [packed.gram(term.a) for term in layer.inputs]
-        for part, own in enumerate(packed.gram(layer.inputs[0].g)):
-            for other in ends[1:]:
-                ends[0][part] += other[part]
-            own.mul_(ends[0][part].add_(layer.biases))
-            if layer is layers[0]:
-                total.append(own)
-            else:
-                total[part] += own
-    value.index_add_(0, packed.units, packed.sums(total).double())
+        return squared.new_zeros(groups.count)
     inputs = [term for layer in layers for term in layer.inputs]
+    windows, total = groups.windows(inputs[0].g.dtype), squared.new_zeros(0)
+    for layer in layers:
+        own, whole = windows.gram(layer.inputs[0].g), windows.gram(layer.inputs[0].a)
+        whole.add_(layer.biases)
+        for term in layer.inputs[1:]:
+            whole += windows.gram(term.a)
+        total = own.mul_(whole) if layer is layers[0] else total.addcmul_(own, whole)
+    value = groups.sums(windows.sums(total).double())
     count = sum(len(layer.sites) for layer in layers)
-    widths = [max(t.columns for t in inputs), max(t.rows for t in inputs), count, BLOCK, 2]
+    widths = [max(t.columns for t in inputs), max(t.rows for t in inputs), count, REACH, 2]
     gamma = sum(sum_error(width + 1, torch.float32) for width in widths)
     tiny = sum(widths) * torch.finfo(torch.float32).tiny
     lengths = torch.stack([part for t in inputs for part in (t.a_squares, t.g_squares)]).sum(0)
-    lost = groups.sums(lengths.add_(4 * count))
-    value = value[:-1].clamp_(min=0).addcmul_(reach, reach, value=gamma)
-    return value.addcmul_(lost, groups.sizes, value=tiny)
+    lost = groups.sums(lengths.add_(4 * count).mul_(tiny).add_(squared, alpha=gamma).sqrt_())
+    return value.clamp_(min=0).addcmul_(lost, lost)
 
 
 def _as_examples(site: Site, same: Padded) -> Site:
@@ -204,13 +200,14 @@ class _JoinedConv(ConvFactors):
 
 
 def _added_up(
-    sites: Sequence[Site], groups: Groups, names: Collection[str], reach: Tensor
+    sites: Sequence[Site], groups: Groups, names: Collection[str], squared: Tensor
 ) -> Tensor:
     """Return the norms of units whose rows' gradients are materialised and added up.
 
     The sum of a unit's m rows errs by gamma_m sum_i |c_i| and by the rows' own errors.
     """
-    value, lost = torch.zeros_like(reach), torch.zeros_like(groups.of, dtype=torch.float64)
+    reach, lost = groups.sums(squared.sqrt()), torch.zeros_like(squared)
+    value = torch.zeros_like(reach)
     for site in sites:
         value += _summed_squares(site, groups, names)
         slack = bound(site.slack())
@@ -228,7 +225,7 @@ def _summed_squares(site: Site, groups: Groups, names: Collection[str]) -> Tenso
         first, stop, _ = rows.indices(site.batch)
         low, high = (int(np.searchsorted(starts, row, "right")) - 1 for row in (first, stop - 1))
         used = None if groups.used is None else groups.used[first:stop]
-        part = Groups(groups.of[first:stop] - low, starts[: high - low + 2], used)
+        part = Groups(groups.of[first:stop] - low, groups.sizes[low : high + 1], used)
         found = site.flat(slice(first, stop))
         for name, own in parts.items():
             total = part.sums(found[name])
@@ -242,6 +239,6 @@ def _summed_squares(site: Site, groups: Groups, names: Collection[str]) -> Tenso
 
 def _gamma(groups: Groups) -> Tensor:
     """Return `sum_error` of float32 sums of each unit's rows, and 0 for one row."""
-    rows, unit = np.diff(groups.starts), torch.finfo(torch.float32).eps / 2
+    rows, unit = groups.sizes.numpy(), torch.finfo(torch.float32).eps / 2
     gamma = np.minimum(rows, 4 * np.sqrt(rows) + 8) * (rows > 1) * unit
     return torch.from_numpy(gamma).to(groups.of.device)

@@ -13,7 +13,7 @@ from dpbnn.contributions.rounding import INFLATION, Bad, full_precision, without
 from dpbnn.contributions.sites import AnySlack, Direct, Measured, Site, merge, with_slack
 from dpbnn.contributions.together import Together, gathered, part_squares
 from dpbnn.privacy.fused import row_weights, total_of
-from dpbnn.privacy.units import Groups, row_norms
+from dpbnn.privacy.units import Groups
 
 
 class NetworkContributions(Contributions):
@@ -95,9 +95,12 @@ class NetworkContributions(Contributions):
 
         A unit of one row may have less: its norm is that of the row.
         """
-        sizes, bad = row_norms(self, names), self._norms()[1]
+        squared, bad = self._norms()
+        if len(names) < len(self.shapes):
+            own = self.squared_norms()
+            squared = torch.stack([own[name] for name in names]).sum(0)
         with full_precision(self.device):
-            found = unit_squares(self._sites, groups.without(bad), names, sizes)
+            found = unit_squares(self._sites, groups.without(bad), names, squared)
         return found.mul_(INFLATION**2)
 
     def sum_into(self, tensors: Mapping[str, Tensor]) -> None:

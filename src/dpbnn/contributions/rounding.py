@@ -137,6 +137,7 @@ def without(t: Tensor, bad: Bad, axis: int = 0) -> Tensor:
     return t.masked_fill_(bad.view(-1, *[1] * (t.dim() - 1 - axis)), 0.0)
 
 
+@functools.cache
 def sum_error(terms: int, dtype: torch.dtype) -> float:
     """Return gamma: |computed - exact| <= gamma * sum |terms|, for a sum of that many terms.
 

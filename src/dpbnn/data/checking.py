@@ -77,7 +77,10 @@ def problems(values: Mapping[str, Any], table: Table | None, show: bool = False)
 
 def _in_units(unit: str, table: Table, show: bool) -> list[str]:
     """Return what is wrong with the column that says whose record each one is."""
-    whose, missing = numbered(unit_labels(table, unit))
+    try:
+        whose, missing = numbered(unit_labels(table, unit))
+    except ValueError as error:
+        return [f"{table.source}, unit {unit!r}: {str(error).removeprefix('units: ')}"]
     count = int(missing.sum())
     if count:
         first = np.flatnonzero(missing.numpy())[:_SHOWN].tolist()

@@ -210,8 +210,11 @@ class Column:
         assert self.bounds is not None
         values = np.clip(values, *self.bounds)
         middle, half = self.scale
-        values = (np.log1p(values) if self.log else values) - middle
-        return np.clip(values / half, -1.0, 1.0), faults
+        if self.log:
+            np.log1p(values, out=values)
+        values -= middle
+        values /= half
+        return np.clip(values, -1.0, 1.0, out=values), faults
 
     def _encode_numbers(self, raw: Held, out: np.ndarray, missing: frozenset[str]) -> list[Fault]:
         values, faults = self.scaled(raw, missing)
@@ -219,8 +222,9 @@ class Column:
         if self.missing == "refuse":
             unread = faults[0][0] if faults else np.zeros(len(raw), bool)
             faults = [*faults, *self._missing(absent & ~unread)]
-        values[absent] = 0.0
         out[:, 0] = values
+        if absent.any():
+            out[absent, 0] = 0.0
         if self.missing == "indicator":
             out[:, 1] = absent
         return faults

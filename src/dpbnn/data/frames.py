@@ -13,6 +13,9 @@ from dpbnn.data import dates
 from dpbnn.data.table import Held, Table, TableError, cell, unique
 from dpbnn.messages import unquoted
 
+EXACT = 2.0**53
+"""Below it, float64 holds every whole number."""
+
 
 def as_table(
     values: Any,
@@ -134,14 +137,17 @@ def _plain(values: Any) -> Any:
         array = np.empty(len(values), dtype=object)
         for i, value in enumerate(values):
             array[i] = value
-    if array.ndim == 1 and (array.dtype.kind in "USc" or _has_booleans(array, values)):
+    if array.ndim == 1 and (array.dtype.kind in "USc" or _has_changed(array, values)):
         array = np.array(list(values), dtype=object)  # NumPy turned all into what a few of them are
     return array
 
 
-def _has_booleans(array: np.ndarray, values: Any) -> bool:
-    """Return whether booleans have become numbers."""
-    return array.dtype.kind in "iuf" and any(isinstance(value, bool | np.bool_) for value in values)
+def _has_changed(array: np.ndarray, values: Any) -> bool:
+    """Return whether booleans have become numbers, or whole numbers floats of another value."""
+    if array.dtype.kind in "iuf" and any(isinstance(value, bool | np.bool_) for value in values):
+        return True
+    large = array.dtype.kind == "f" and bool((np.abs(array) >= EXACT).any())
+    return large and any(isinstance(value, int) and abs(value) >= EXACT for value in values)
 
 
 def _series(series: Any) -> Any:
@@ -149,7 +155,9 @@ def _series(series: Any) -> Any:
     kind = str(getattr(series, "dtype", ""))
     if not hasattr(series, "isna"):  # polars
         text = kind.startswith(("String", "Categorical", "Enum"))
-        return arrow_column(pa.chunked_array([series.to_arrow()])) if text else series.to_numpy()
+        whole = kind.startswith(("Int", "UInt"))
+        arrow = text or (whole and series.null_count())
+        return arrow_column(pa.chunked_array([series.to_arrow()])) if arrow else series.to_numpy()
     if kind in ("category", "str", "string"):
         try:
             return arrow_column(pa.chunked_array([pa.Array.from_pandas(series)]))
@@ -157,7 +165,10 @@ def _series(series: Any) -> Any:
             pass
     absent = np.asarray(series.isna(), dtype=bool)
     if getattr(series.dtype, "kind", "O") in "iuf" and absent.any():
-        return np.asarray(series.to_numpy(dtype=np.float64, na_value=np.nan))
+        numbers = np.asarray(series.to_numpy(dtype=np.float64, na_value=np.nan))
+        if series.dtype.kind == "f" or not (np.abs(numbers) >= EXACT).any():
+            return numbers
+        return np.asarray(series.to_numpy(dtype=object, na_value=None))
     values = np.asarray(series.to_numpy())
     if absent.any():
         values = values.astype(object)
@@ -178,7 +189,10 @@ def arrow_column(column: Any) -> Any:
             return pc.utf8_trim_whitespace(column)
         except pa.ArrowException:  # texts that are not UTF-8
             column = column.cast(pa.large_binary())
-    return np.asarray(column.to_numpy(zero_copy_only=False))
+    numbers = np.asarray(column.to_numpy(zero_copy_only=False))
+    if pa.types.is_integer(kind) and column.null_count and (np.abs(numbers) >= EXACT).any():
+        return np.array(column.to_pylist(), dtype=object)
+    return numbers
 
 
 def _is_text(kind: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dpbnn.data.frames import arrow_column, column_of
+from dpbnn.data.frames import EXACT, arrow_column, column_of
 from dpbnn.data.table import Held, Table, TableError, unique
 from dpbnn.messages import alone, unquoted
 
@@ -112,12 +112,21 @@ def _damaged(path: Any) -> TableError:
 
 
 def _joined(parts: list[Held]) -> Held:
-    """Return parts of a column as one; booleans are text where some part has missing ones."""
+    """Return parts of a column as one.
+
+    Booleans are text where some part has missing ones; so are whole numbers that float64 would
+    change.
+    """
     if len(parts) == 1:
         return parts[0]
     if all(isinstance(part, pa.ChunkedArray) for part in parts):
         return pa.chunked_array([chunk for part in parts for chunk in part.chunks], parts[0].type)
     arrays = [np.asarray(part) for part in parts]
-    if any(array.dtype == object for array in arrays):
+    kinds = {array.dtype.kind for array in arrays}
+    large = len(kinds) > 1 and any(
+        array.dtype.kind in "iu" and (np.abs(array.astype(np.float64)) >= EXACT).any()
+        for array in arrays
+    )
+    if "O" in kinds or large:
         arrays = [np.asarray(column_of("", array.astype(object), "")) for array in arrays]
     return np.concatenate(arrays)

@@ -277,6 +277,8 @@ def cell(value: Any) -> str | None:
         return value.decode("utf-8", "replace").strip()
     if isinstance(value, bool | np.bool_):
         return "true" if value else "false"
+    if isinstance(value, abstract.Integral):
+        return str(int(value))  # also where a float would be another number
     if isinstance(value, abstract.Real | decimal.Decimal):
         if value != value:
             return None

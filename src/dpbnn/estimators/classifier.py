@@ -39,20 +39,20 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         delta: of the guarantee; by default the ledger's, or min(1e-5, 1/(10 n)).
         bounds: public range of the inputs, which are clipped to it and scaled to [-1, 1]: (low,
             high), with numbers or one value per column; a dict from column name to (low, high); or
-            "private", which spends a tenth of the budget on finding them. For "auto" and the other
-            names but "sgld", "sghmc" and "sep", columns are then standardised by a private release,
-            so that wide bounds do little harm.
+            "private", which spends a tenth of the budget on finding them. All methods but "sgld",
+            "sghmc" and "sep" then standardise the columns by a private release, so that wide bounds
+            do little harm.
         classes: all labels that can occur, from public knowledge.
         schema: a `dpbnn.data.Schema`, or the path of one, in place of bounds and classes. `fit` and
-            all that predicts then take raw data frames, with texts, categories, booleans, dates and
-            missing values as the schema declares them; columns are found by name.
+            all methods that predict then take raw data frames, with texts, categories, booleans,
+            dates and missing values as the schema declares them; columns are found by name.
         class_weight: public weight of labels, such as {"ill": 5.0}; 1 for those left out. A record
             counts in training by the weight of its label; only ratios matter. Predictions are
-            corrected for the weights: they are probabilities in the population, as without. A
-            schema may state it.
-        features: "scattering" for square grey images, one a row, pixel by pixel: the model is one
-            of their scattering maps (`dpbnn.networks.Scattering`), which are fixed and cost no
-            privacy; "auto" is then a linear one, and `hidden` is not used.
+            corrected for the weights: they are probabilities in the population, as they are
+            without weights. A schema may state them.
+        features: "scattering" for square grey images, one a row, pixel by pixel: the model sees
+            their scattering maps (`dpbnn.networks.Scattering`), which are fixed and cost no
+            privacy; "auto" is then a linear model, and `hidden` is not used.
         likelihood: "categorical"; "ordinal" for classes with an order, which is that of `classes`,
             the lowest first; or "bernoulli" for two classes by one output of the network. None
             takes what the schema says (kind = "ordinal"), or "categorical".
@@ -285,7 +285,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         recipe = self._recipe(len(known))[0]
         if recipe.method.noise_aware:
             raise ValueError(
-                "class_weight: is not for methods that model the noise; pass method='sgd', say"
+                "class_weight: is not for methods that model the noise; pass method='sgd'"
             )
         check_positive(**{f"class_weight[{label!r}]": weight for label, weight in given.items()})
         return recipe.weights(checked_weights(given.get(label, 1.0) for label in known))

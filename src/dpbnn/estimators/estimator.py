@@ -23,6 +23,7 @@ from dpbnn.estimators.held_out import BETA, HeldOut
 from dpbnn.estimators.images import Scattered, check_features
 from dpbnn.estimators.persons import UNIT
 from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, refuse, validated
+from dpbnn.estimators.workspace import Fingerprint
 from dpbnn.messages import check_on_bad_rows
 from dpbnn.methods.method import Method
 from dpbnn.posteriors import Posterior
@@ -109,7 +110,7 @@ class PrivateBayes(BaseEstimator):
                 `dpbnn.load_run` and the command line need.
             resume: go on with an interrupted fit in `out`, with the same settings and table.
             overwrite: replace a run in `out`; what it has spent stays in its ledger.
-            **given: nothing else is taken; `sample_weight` is refused with the reason.
+            **given: refused; for `sample_weight` with the reason.
         """
         refuse(given)
         return fitting.train(
@@ -303,6 +304,7 @@ class PrivateBayes(BaseEstimator):
                 "path of a ledger file, as in ledger='ledger.jsonl'"
             )
         state = dict(super().__getstate__())
+        state.pop("_training", None)  # it is for the owner of the table
         if "posterior_" in state:
             state["posterior_"] = storage.packed(state["posterior_"])
             if state["ledger_"] is not None and state["ledger_"].path is None:
@@ -316,17 +318,19 @@ class PrivateBayes(BaseEstimator):
             state["posterior_"] = storage.unpacked(state["posterior_"])
         super().__setstate__(state)
 
-    def _table(self, X: Any, y: Any) -> tuple[np.ndarray, Target, np.ndarray]:
-        """Return inputs and targets of the training, and the targets as a fingerprint has them.
+    def _table(self, X: Any, y: Any) -> tuple[np.ndarray, Target, tuple[np.ndarray, np.ndarray]]:
+        """Return inputs and targets of the training, and both as a fingerprint has them.
 
-        Sets the fitted attributes about the columns. Nothing is learned under privacy: the columns
-        are those of the schema, or numbers whose bounds are settings.
+        Sets the fitted attributes about the columns, and the fingerprint. Nothing is learned under
+        privacy: the columns are those of the schema, or numbers whose bounds are settings.
         """
         schema = frames.schema_of(self.schema, self._regression, self.epsilon is not None)
         if schema is None:
             X, y = validated(self, X, y, self._regression, self.on_bad_rows)
             target = self._target(y)
-            return X, target, y if self._regression else target.values
+            table = np.asarray(X, np.float64), y if self._regression else target.values
+            self._training = Fingerprint.of(*table)
+            return X, target, table
         for name in _BY_SCHEMA:
             if getattr(self, name, None) is not None:
                 raise ValueError(f"{name}: the schema states it; leave {name} or the schema out")
@@ -334,7 +338,8 @@ class PrivateBayes(BaseEstimator):
         self.feature_names_in_ = np.array([c.name for c in schema.columns], dtype=object)
         self.n_features_in_ = len(schema.columns)
         x, found = frames.encoded(schema, X, y, self.on_bad_rows, training=True)
-        return x, self._declared_target(found, schema), found
+        self._training = Fingerprint.of(x, found)
+        return x, self._declared_target(found, schema), (x, found)
 
     def _known(self, X: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return inputs and targets of other records as a fingerprint has them."""
@@ -342,6 +347,11 @@ class PrivateBayes(BaseEstimator):
             return frames.encoded(self.schema_, X, y, "error")
         truth = self._truth(X, y)
         return self.inputs(X), truth.astype(np.float64) if self._regression else truth
+
+    def _trained_on(self, X: Any, y: Any) -> bool:
+        """Return whether records are known to be the very table of the training."""
+        known: Fingerprint | None = getattr(self, "_training", None)
+        return known is not None and known == Fingerprint.of(*self._known(X, y), known.salt)
 
     def _recipe(self, outputs: int) -> tuple[recipes.Recipe, Method | None]:
         """Return the recipe of the method, and its settings where the user gave them."""
@@ -382,8 +392,8 @@ class PrivateBayes(BaseEstimator):
         check_is_fitted(self)
         if self.threshold_ is None:
             raise ValueError(
-                "conformal: this estimator was fitted without; pass conformal=0.1, say, and fit "
-                "again"
+                "conformal: the estimator was fitted without it; set it, as in conformal=0.1, and "
+                "fit again"
             )
         return self.threshold_
 

@@ -110,9 +110,8 @@ def train(
     given = getattr(estimator.ledger, "path", estimator.ledger)
     ledger = None if given is None else Path(given)
     with new_run(Path(out), overwrite=overwrite, ledger=ledger, resume=resume) as place:
-        x, target, known = estimator._table(X, y)
+        x, target, table = estimator._table(X, y)
         persons = Persons.of_fit(estimator, X, len(x), units, unit, max_records)
-        table = (x if estimator.schema_ else np.asarray(x, np.float64), known)
         place.bind(estimator, table, persons.owners)
         _Fit(estimator, x, target, persons, place).run(settings or {})
     return estimator
@@ -427,13 +426,13 @@ class _Fit:
             spent = f"epsilon {round_up(now.epsilon)} at delta {now.delta:g} is spent{where}"
         if self.place is None:
             return (
-                f"Interrupted: {spent}. The fit cannot go on, since it had no folder; pass "
-                f"out='run/' to fit, and it can be resumed."
+                f"Interrupted: {spent}. The fit cannot be resumed, because it had no "
+                f"folder; pass out='run/' to fit the next time."
             )
         if self.place.complete:
             return f"Interrupted at the end: {spent}, and {self.place.out} is complete."
         if not self.place.resumable:
-            return f"Interrupted: {spent}. Nothing is there to go on from; begin again."
+            return f"Interrupted: {spent}. There is nothing to resume; begin again."
         return (
             f"Interrupted: {spent}. To go on, fit the same table with the same settings and "
             f"resume=True (--resume) into {self.place.out}: what is paid for is not paid again."

@@ -52,7 +52,7 @@ def schema_of(given: Any, regression: bool, private: bool) -> Schema | None:
     if private and not schema.public:
         raise ValueError(
             "schema: its bounds and categories were learned from the data, which is not private; "
-            "state what is publicly known, as 'dpbnn schema draft' begins it"
+            "state what is publicly known; 'dpbnn schema draft' writes a first version"
         )
     return schema
 
@@ -88,7 +88,7 @@ def table_with(schema: Schema, X: Any, y: Any, on_bad_rows: str) -> Table:
     named = getattr(getattr(X, "dtype", None), "names", None)
     if named is None and (isinstance(X, np.ndarray | list | tuple) or hasattr(X, "detach")):
         raise ValueError(
-            "X: has no column names, and the schema goes by them; pass a data frame, a mapping "
+            "X: has no column names, and the schema needs them; pass a data frame, a mapping "
             "from names to columns, or a file"
         )
     if type(X).__name__ == "LazyFrame":

@@ -59,7 +59,7 @@ def likelihood_of(estimator: PrivateBayes) -> str:
     named = method.name if isinstance(method, Method) else method
     if found != names[0] and named in _ONE_KIND:
         raise ValueError(
-            f"method={named!r}: is not for likelihood={found!r}; pass method='auto' or 'sgld', say"
+            f"method={named!r}: is not for likelihood={found!r}; pass method='auto' or 'sgld'"
         )
     return found
 
@@ -78,7 +78,7 @@ def temperature_of(estimator: PrivateBayes, tempered: bool) -> Any:
     if count and share is not None:
         raise ValueError(
             f"recalibrate={share}: counts have no temperature; pass recalibrate=None, and "
-            f"conformal=0.1, say, for intervals that cover"
+            f"conformal=0.1 for intervals that hold the truth"
         )
     return share
 

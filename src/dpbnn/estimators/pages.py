@@ -94,7 +94,8 @@ def tested(estimator: PrivateBayes, X: Any, y: Any, options: Mapping[str, Any]) 
     truth = estimator._truth(X, y)
     named = {} if estimator._regression else {"classes": names_of(estimator)}
     found = evaluate(predictive, truth, **{**named, **options})
-    return Tested(predictive, truth, found, _coverage(estimator, predictive, truth))
+    covered = _coverage(estimator, predictive, truth)
+    return Tested(predictive, truth, found, covered, estimator._trained_on(X, y))
 
 
 def values_of(found: Tested) -> dict[str, Any]:

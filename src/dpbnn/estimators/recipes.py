@@ -308,9 +308,9 @@ def check_method(
         )
     recipe = METHODS[method]
     if not (recipe.classifies or regression):
-        raise ValueError(f"method={method!r}: is for regression; use 'sgld', say")
+        raise ValueError(f"method={method!r}: is for regression; use another, such as 'sgld'")
     if regression and not recipe.regresses:
-        raise ValueError(f"method={method!r}: is for classes; use 'sgld', say")
+        raise ValueError(f"method={method!r}: is for classes; use another, such as 'sgld'")
 
 
 def widths(hidden: Any) -> tuple[int, ...]:

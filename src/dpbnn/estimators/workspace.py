@@ -37,7 +37,7 @@ from dpbnn.units import Units
 if TYPE_CHECKING:
     from dpbnn.estimators.estimator import PrivateBayes
 
-__all__ = ["Workspace", "check_folder", "fingerprint", "new_run"]
+__all__ = ["Fingerprint", "Workspace", "check_folder", "new_run"]
 
 METRICS, REPORT = "metrics.json", "report.html"
 FINGERPRINT = "private.json"  # of the training table; it is no part of what may be published
@@ -118,12 +118,12 @@ class Workspace:
         path = self.progress / FINGERPRINT
         if not self.resumed:
             self.progress.mkdir()
-            salt = secrets.token_bytes(16)
+            own = Fingerprint.of(*table)
             known = {
                 "note": "a fingerprint of the training table: keep this file to yourself",
-                "salt": salt.hex(),
-                "table": fingerprint(*table, salt),
-                "units": _owners(units, salt),
+                "salt": own.salt.hex(),
+                "table": own.table,
+                "units": _owners(units, own.salt),
             }
             _write(self.progress / "settings.json", settings)
             _write(path, known, private=True)  # last: with it, there is a fit to be resumed
@@ -137,7 +137,7 @@ class Workspace:
             )
         known = json.loads(path.read_text())
         salt = bytes.fromhex(known["salt"])
-        same = fingerprint(*table, salt) == known["table"]
+        same = Fingerprint.of(*table, salt).table == known["table"]
         if not same or _owners(units, salt) != known.get("units"):
             raise ValueError(
                 "the table is not that of the fit to be resumed: a record was changed, added, "
@@ -256,14 +256,28 @@ def new_run(
             raise
 
 
-def fingerprint(x: Any, y: Any, salt: bytes) -> str:
-    """Return a salted hash of an encoded table: of all its rows, in order."""
-    found = hashlib.blake2b(salt=salt, digest_size=16)
-    for part in (x, y):
-        values = np.ascontiguousarray(part)
-        found.update(f"{values.dtype} {values.shape}".encode())
-        found.update(values.tobytes())
-    return found.hexdigest()
+@dataclasses.dataclass(frozen=True)
+class Fingerprint:
+    """A salted hash of an encoded table, by which its owner knows it again.
+
+    Attributes:
+        salt: random bytes.
+        table: hash of all its rows, in order.
+    """
+
+    salt: bytes
+    table: str
+
+    @classmethod
+    def of(cls, x: Any, y: Any, salt: bytes | None = None) -> Fingerprint:
+        """Return the fingerprint of inputs and targets, with a new salt by default."""
+        salt = secrets.token_bytes(16) if salt is None else salt
+        found = hashlib.blake2b(salt=salt, digest_size=16)
+        for part in (x, y):
+            values = np.ascontiguousarray(part)
+            found.update(f"{values.dtype} {values.shape}".encode())
+            found.update(values.reshape(-1).view(np.uint8))
+        return cls(salt, found.hexdigest())
 
 
 def _owners(units: Units | None, salt: bytes) -> str | None:
@@ -272,7 +286,7 @@ def _owners(units: Units | None, salt: bytes) -> str | None:
         return None
     order = units.order.numpy()
     whose = order if units.kept is None else np.where(units.kept.numpy()[order], order, -1 - order)
-    return fingerprint(whose, units.starts, salt)
+    return Fingerprint.of(whose, units.starts, salt).table
 
 
 def _write(path: Path, values: Mapping[str, Any], *, private: bool = False) -> None:

@@ -209,7 +209,8 @@ class Gate:
             most_rows: with units, a public number that bounds the rows of any batch; None is slow.
         """
         sigma = self._sigma(noise_multiplier)
-        self._check_size(check_units(units, contributions.batch_size, self.sampler, self._watchers))
+        groups = check_units(units, contributions.batch_size, self.sampler, self._watchers)
+        self._check_size(contributions.batch_size if groups is None else groups.count)
         _check_keep(keep, contributions.batch_size, self.ledger.relation.public_size)
         self._groups(contributions.shapes)
         self.mechanism.check(contributions.shapes)
@@ -239,7 +240,7 @@ class Gate:
                 masked = self._auditor.keep(records, contributions.batch_size)
                 if masked is not None:
                     keep = masked if keep is None else keep & masked.to(keep.device)
-            sums = self._summed(contributions, keep, norms, units)
+            sums = self._summed(contributions, keep, norms, groups)
             release: dict[str, Tensor] = {}
             if sums and self._auditor is None:
                 release = self._noised(sums, sigma)
@@ -291,7 +292,11 @@ class Gate:
         )  # fmt: skip
 
     def _summed(
-        self, contributions: Clippable, keep: _Rows, norms: list[Tensor], units: _Rows = None
+        self,
+        contributions: Clippable,
+        keep: _Rows,
+        norms: list[Tensor],
+        units: Groups | None = None,
     ) -> dict[str, Tensor]:
         """Return the clipped sum; shares and replayed ones get the function that makes it.
 
@@ -314,7 +319,11 @@ class Gate:
         return contributions.summed(key, keep, lambda c, keep: self._clipped_sum(c, keep, norms))
 
     def _clipped_sum(
-        self, contributions: Clippable, keep: _Rows, norms: list[Tensor], units: _Rows = None
+        self,
+        contributions: Clippable,
+        keep: _Rows,
+        norms: list[Tensor],
+        units: Groups | None = None,
     ) -> dict[str, Tensor]:
         """Return sum_i c_i min(1, C'/|c_i|) of those kept; `norms` gets all norms if watched.
 
@@ -323,11 +332,11 @@ class Gate:
         """
         total: dict[str, Tensor] = {}
         first = 0
-        whole = contributions.chunks() if units is None else contributions.unit_chunks(units)
+        whole = contributions.chunks() if units is None else contributions.unit_chunks(units.of)
         for chunk in whole:
             rows, first = slice(first, first + chunk.batch_size), first + chunk.batch_size
             part = None if keep is None else keep[rows].to(chunk.device)
-            own = () if units is None else (Groups.of_rows(units[rows], part, chunk.device),)
+            own = () if units is None else (units.part(rows, part, chunk.device),)
             w = self._kept(chunk, part, *own)
             if self._watchers:
                 norms.append(clipped_norms(chunk, w))

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from dpbnn.privacy.sampling import Sampler
 
 __all__ = [
-    "BLOCK", "Groups", "Packed", "Padded", "by_unit", "check_units", "clipped_norms", "row_norms",
+    "REACH", "Groups", "Padded", "Windows", "by_unit", "check_units", "clipped_norms", "row_norms",
     "unit_norms",
 ]  # fmt: skip
 
-BLOCK = 32
-"""Rows whose inner products are all taken at once."""
-SMALL = 8
-"""The same for units that have no more rows: up to 5 % of a step of a perceptron."""
+REACH = 32
+"""Rows of a unit up to which the inner products of all its rows are taken in windows."""
+STEP = 16
+"""Rows from one window to the next."""
 _POWERS = 1 << np.arange(62)
 
 
@@ -65,37 +65,65 @@ class Padded(NamedTuple):
     there: Tensor
 
 
-class Packed(NamedTuple):
-    """Units of several rows, some of them in each block of `BLOCK` or `SMALL` rows.
+class Windows(NamedTuple):
+    """Pairs of rows of one unit, for units of at most `REACH` rows, as the rows of a batch stand.
+
+    A window has `STEP` + `REACH` rows; the next one begins `STEP` rows later. Its first `STEP` rows
+    are paired with all rows of it. Rows of zeros fill up the last windows.
 
     Attributes:
-        rows: positions of the blocks' rows in the batch; any row where a block is not full. None
-            where the blocks are the rows of the batch as they stand.
-        units: the unit of every row in a block; the number of units where there is none, or where
-            it contributes nothing.
-        apart: true for pairs of rows in a block that are not of one unit, [blocks, size, size] for
-            every size that there is.
+        rows: of the batch.
+        mask: all bits for pairs of one unit, none for others, [windows, STEP + REACH, STEP].
     """
 
-    rows: Tensor | None
-    units: Tensor
-    apart: list[Tensor]
+    rows: int
+    mask: Tensor
 
-    def gram(self, t: Tensor) -> list[Tensor]:
-        """Return <t_i, t_j> of all pairs of rows in a block, shaped like `apart`."""
-        rows = t if self.rows is None else t.index_select(0, self.rows)
-        found, start = [], 0
-        for apart in self.apart:
-            count, size, _ = apart.shape
-            block = rows[start : start + count * size].view(count, size, t.shape[1])
-            found.append(torch.bmm(block, block.mT))
-            start += count * size
-        return found
+    @classmethod
+    def of(cls, units: Tensor, dtype: torch.dtype) -> Windows:
+        """Return the windows of a batch.
 
-    def sums(self, pairs: Sequence[Tensor]) -> Tensor:
-        """Return the sum over j of pairs (i, j) of one unit, for every row i in a block."""
-        both = zip(pairs, self.apart, strict=True)
-        return torch.cat([p.masked_fill_(apart, 0.0).sum(2).flatten() for p, apart in both])
+        Args:
+            units: a number for every row, from 0 to 2^31 - 2.
+            dtype: of what is to be paired.
+        """
+        numbers = units.to(torch.int64 if dtype is torch.float64 else torch.int32)
+        rows, own = _views(numbers.unsqueeze(1), 2**31 - 1)
+        # Bits in place of comparisons are a fortieth of the step of a small perceptron.
+        return cls(len(units), (rows ^ own).sub_(1).bitwise_right_shift_(31))
+
+    def gram(self, t: Tensor) -> Tensor:
+        """Return <t_i, t_j> of all pairs, shaped like `mask`."""
+        return torch.bmm(*_views(t, 0))
+
+    def sums(self, pairs: Tensor) -> Tensor:
+        """Return for every row i the sum over j >= i in its unit; i < j counts twice.
+
+        Pairs of two units become 0, finite or not.
+        """
+        pairs.mul_(_twice(STEP, REACH, pairs.dtype, pairs.device))
+        pairs.view(self.mask.dtype).bitwise_and_(self.mask)
+        return pairs.sum(1).view(-1)[: self.rows]
+
+
+def _views(t: Tensor, fill: int) -> tuple[Tensor, Tensor]:
+    """Return the rows of all windows [windows, STEP + REACH, d], the first ones [_, d, STEP]."""
+    count, d = -(-len(t) // STEP), t.shape[1]
+    whole = torch.cat([t, _filling(STEP + REACH, d, fill, t.dtype, t.device)])
+    rows = whole.as_strided((count, STEP + REACH, d), (STEP * d, d, 1))
+    return rows, whole.as_strided((count, d, STEP), (STEP * d, 1, d))
+
+
+@functools.lru_cache(64)
+def _filling(rows: int, d: int, fill: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((rows, d), fill, dtype=dtype, device=device)
+
+
+@functools.cache
+def _twice(step: int, reach: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return 2 for pairs of rows i < j, 1 for i = j and 0 otherwise, at [j, i]."""
+    ones = torch.ones(step + reach, step, dtype=dtype, device=device)
+    return ones.tril() + ones.tril(-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,46 +132,54 @@ class Groups:
 
     Attributes:
         of: the unit of every row, 0 to count - 1, on the device of the contributions.
-        starts: first row of every unit, and then the number of rows, on the host.
+        sizes: number of rows of every unit, on the host.
         used: false for rows that contribute nothing; None where all count.
     """
 
     of: Tensor
-    starts: np.ndarray
+    sizes: Tensor
     used: Tensor | None = None
 
     @classmethod
-    def of_rows(
-        cls, units: Tensor, used: Tensor | None = None, device: torch.device | None = None
-    ) -> Groups:
+    def of_rows(cls, units: Tensor, used: Tensor | None = None) -> Groups:
         """Return the units of a batch.
 
         Args:
             units: a number for every row, never falling, the same for the rows of one unit alone.
             used: false for rows that contribute nothing.
+        """
+        numbers, rising = units.detach().cpu(), False
+        if numbers.dim() == 1 and numbers.numpy().dtype.kind in "iu":
+            found, of, sizes = torch.unique_consecutive(numbers, True, True)
+            rising = bool((found[1:] > found[:-1]).all())
+        if not rising:
+            raise ValueError(
+                "units: must be one whole number per row, in rising order, so that the rows of a "
+                "unit follow on one another"
+            )
+        return cls(of, sizes, used)
+
+    def part(self, rows: slice, used: Tensor | None, device: torch.device) -> Groups:
+        """Return the units of some rows, which have all rows of these units.
+
+        Args:
+            rows: of this batch.
+            used: false for those of them that contribute nothing, on the device.
             device: of the contributions.
         """
-        starts = _starts(units)
-        of = np.arange(len(starts) - 1).repeat(np.diff(starts))
-        device = device or torch.device("cpu")
-        return cls(
-            torch.from_numpy(of).to(device), starts, None if used is None else used.to(device)
-        )
+        whole = rows == slice(0, len(self.of))
+        own = self if whole else Groups.of_rows(self.of[rows])
+        return Groups(own.of.to(device), own.sizes, used)
 
     @property
     def count(self) -> int:
         """Number of units."""
-        return len(self.starts) - 1
+        return len(self.sizes)
 
     @functools.cached_property
-    def sizes(self) -> Tensor:
-        """Number of rows of every unit, in float64, on the device."""
-        return torch.from_numpy(self._counts.astype(np.float64)).to(self.of.device)
-
-    @functools.cached_property
-    def _counts(self) -> np.ndarray:
-        counts: np.ndarray = self.starts[1:] - self.starts[:-1]
-        return counts
+    def starts(self) -> np.ndarray:
+        """First row of every unit, and then the number of rows, on the host."""
+        return np.append(0, self.sizes.numpy().cumsum())
 
     def without(self, bad: Tensor | None) -> Groups:
         """Return the groups without some rows, which contribute nothing."""
@@ -175,22 +211,17 @@ class Groups:
 
     @functools.cached_property
     def large(self) -> list[Padded]:
-        """Units of more than `BLOCK` rows, by their number."""
-        return self._padded(BLOCK)
-
-    @functools.cached_property
-    def _widths(self) -> np.ndarray:
-        """For every unit, the least power of 2 that holds its rows, whatever others have."""
-        widths: np.ndarray = _POWERS[_POWERS.searchsorted(self._counts)]
-        return widths
+        """Units of more than `REACH` rows, by their number."""
+        return self._padded(REACH)
 
     def _padded(self, above: int) -> list[Padded]:
+        """Return units of more rows by the least power of 2 that holds them, whatever others do."""
         found: list[Padded] = []
-        if self._widths.max(initial=0) <= above:
+        if not self.count or int(self.sizes.max()) <= above:
             return found
-        device = self.of.device
-        for width in sorted({*self._widths[self._widths > above].tolist()}):
-            units = np.flatnonzero(self._widths == width)
+        device, widths = self.of.device, _POWERS[_POWERS.searchsorted(self.sizes.numpy())]
+        for width in sorted({*widths[widths > above].tolist()}):
+            units = np.flatnonzero(widths == width)
             first, stop = self.starts[units, None], self.starts[units + 1, None]
             places = first + np.arange(width)
             rows = torch.from_numpy(np.where(places < stop, places, first)).to(device)
@@ -200,44 +231,14 @@ class Groups:
             found.append(Padded(torch.from_numpy(units).to(device), rows, there))
         return found
 
-    @functools.cached_property
-    def packed(self) -> Packed:
-        """All units of 2 to `BLOCK` rows.
+    def windows(self, dtype: torch.dtype) -> Windows:
+        """Return pairs of rows of one unit; used rows are paired with no others.
 
-        Padded to powers of 2 and put in order of these, they fill up blocks.
+        Args:
+            dtype: of what is to be paired.
         """
-        own = np.flatnonzero((self._widths > 1) & (self._widths <= BLOCK))
-        own = own[np.argsort(-self._widths[own], kind="stable")]
-        starts, sizes, widths = self.starts[own], self._counts[own], self._widths[own]
-        ends, small = widths.cumsum(), widths <= SMALL
-        cut = -(-int(widths[~small].sum()) // BLOCK) * BLOCK  # where the small blocks begin
-        first = ends - widths + small * (cut - int(widths[~small].sum()))
-        total = cut + -(-int(widths[small].sum()) // SMALL) * SMALL
-        members = np.arange(sizes.sum()) + (starts - sizes.cumsum() + sizes).repeat(sizes)
-        slots = members + (first - starts).repeat(sizes)
-        units, rows = np.full(total, self.count), np.zeros(total, dtype=np.int64)
-        units[slots], rows[slots] = own.repeat(sizes), members
-        at, whose = (torch.from_numpy(t).to(self.of.device) for t in (rows, units))
-        if self.used is not None:
-            whose = whose.masked_fill(~self.used[at], self.count)
-        parts = [whose[:cut].view(-1, BLOCK)] if cut else []
-        if total > cut or not cut:  # the same functions are called whoever is there
-            parts.append(whose[cut:].view(-1, SMALL))
-        apart = [part[:, :, None] != part[:, None, :] for part in parts]
-        as_they_are = len(members) == total == self.starts[-1] and np.array_equal(slots, members)
-        return Packed(None if as_they_are else at, whose, apart)
-
-
-def _starts(units: Tensor) -> np.ndarray:
-    """Return where each unit begins, and the number of rows."""
-    values = units.detach().cpu().numpy()
-    if values.ndim != 1 or values.dtype.kind not in "iu" or (values[1:] < values[:-1]).any():
-        raise ValueError(
-            "units: must be one whole number per row, in rising order, so that the rows of a "
-            "unit follow on one another"
-        )
-    changes = (values[1:] != values[:-1]).nonzero()[0] + 1
-    return np.concatenate([[0] * bool(len(values)), changes, [len(values)]]).astype(np.int64)
+        of = self.of if self.used is None else self.of.masked_fill(~self.used, self.count)
+        return Windows.of(of, dtype)
 
 
 def unit_norms(rows: Clippable, groups: Groups, names: Sequence[str]) -> Tensor:
@@ -259,8 +260,8 @@ def row_norms(rows: Clippable, names: Sequence[str]) -> Tensor:
 
 def check_units(
     units: Tensor | None, rows: int, sampler: Sampler | None, watchers: Sequence[object] = ()
-) -> int:
-    """Return how many records or units a batch has.
+) -> Groups | None:
+    """Return the units of a batch; None where a sampler draws records.
 
     Raises where what a sampler draws and what a gate is given are not the same kind of unit.
 
@@ -276,12 +277,12 @@ def check_units(
         none = "goes with a sampler that draws units, such as Poisson(n, b, unit='person')"
         raise ValueError(f"units: {needed if unit else none}")
     if units is None:
-        return rows
+        return None
     if units.shape != (rows,):
         raise ValueError("units: give one number for each example of the batch")
     if watchers:
         raise ValueError("units: observers estimate for single records; leave them out")
-    return len(_starts(units)) - 1
+    return Groups.of_rows(units)
 
 
 def clipped_norms(chunk: Clippable, w: Tensor | dict[str, Tensor]) -> Tensor:

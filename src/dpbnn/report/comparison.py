@@ -96,9 +96,10 @@ def _others(total: Reading | None, count: int) -> str:
     """Say what holds for the runs with a guarantee beside runs that have none."""
     if total is None or total.banner or not count:
         return "Each run's own epsilon is in the table." if count else ""
-    runs_have = "one run with a guarantee has" if count == 1 else f"{count} runs with one have"
+    runs_have = "run with a guarantee has" if count == 1 else f"{count} runs with a guarantee have"
+    together = " together" * (count > 1)
     return (
-        f"By themselves the {runs_have} epsilon {total.epsilon} at delta {total.delta} together. "
+        f"The {runs_have} epsilon {total.epsilon} at delta {total.delta}{together}. "
         f"Each run's own epsilon is in the table."
     )
 

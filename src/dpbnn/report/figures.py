@@ -197,7 +197,7 @@ def evaluation_charts(evaluation: Mapping[str, Any]) -> list[Chart]:
     if values := evaluation.get("reliability"):
         parts = [values[name] for name in ("edges", "counts", "confidence", "accuracy")]
         caption = (
-            "Of all answers given with confidence 0.8, say, a calibrated model has 80 % right: "
+            "Of all answers given with confidence 0.8, a calibrated model has 80 % right: "
             "points on the dashed line. Orange strokes are the gaps, blue ones 95 % Wilson "
             "intervals; larger points stand for more records, which are counted below."
         )
@@ -228,9 +228,9 @@ def evaluation_charts(evaluation: Mapping[str, Any]) -> list[Chart]:
     if values := evaluation.get("pit"):
         svg = charts.pit(values["edges"], values["counts"])
         caption = (
-            "Where targets fall in their own predictive distribution. Flat bars are calibrated; a "
-            "hump means too unsure, a bowl too sure, a slope bias. Grey: 99 % of the bars of a "
-            "calibrated model lie there."
+            "Where targets fall in their own predictive distribution. A calibrated model has flat "
+            "bars, 99 % of which end in the grey band. A hump means that the model is too unsure, "
+            "a bowl that it is too sure, a slope that it is biased."
         )
         found.append(Chart("pit", "Probability integral transform (PIT)", svg, caption))
     return found

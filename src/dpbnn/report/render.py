@@ -26,7 +26,7 @@ _BASELINES = {
 _CHAIN_FACTS = ("chains", "draws", "functions", "clip", "temperature")
 _CHAIN_ROWS = (
     ("rhat", "split R-hat", "1 where halves of chains agree; above 1.01 they do not", 3),
-    ("ess_bulk", "bulk ESS", "number of independent draws that give the mean as precisely", 0),
+    ("ess_bulk", "bulk ESS", "number of independent draws with the same precision of the mean", 0),
     ("ess_tail", "tail ESS", "the same for the 5 % and 95 % quantiles", 0),
 )
 _MOST_COLUMNS = 12

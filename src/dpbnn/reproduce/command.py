@@ -24,7 +24,7 @@ import click
 @click.option("--limit", type=float, default=math.inf, metavar="SECONDS",
               help="Start no further run after so many seconds; run again to go on.")  # fmt: skip
 @click.option("--only", multiple=True, metavar="WORD",
-              help="Make only new runs whose settings hold this word.")  # fmt: skip
+              help="Start only runs whose settings contain this word.")  # fmt: skip
 def reproduce_command(
     name: str | None,
     listed: bool,
@@ -37,7 +37,7 @@ def reproduce_command(
     limit: float,
     only: tuple[str, ...],
 ) -> None:
-    r"""Compute a table or figure of a paper anew.
+    r"""Compute a table or figure of a paper again.
 
     \b
     Example:
@@ -51,7 +51,7 @@ def reproduce_command(
             click.echo(f"{key:<22} {(item.__doc__ or '').splitlines()[0]}")
         return
     if name is None:
-        raise click.UsageError("NAME is missing; 'dpbnn reproduce --list' says what there is")
+        raise click.UsageError("NAME is missing; 'dpbnn reproduce --list' lists all names")
     settings = reproduce.Settings(
         fast=fast, seed=seed, data=data, device=device, seeds=seeds, out=out, limit=limit,
         only=only,
