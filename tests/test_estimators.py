@@ -651,6 +651,27 @@ def test_only_a_classifier_of_a_small_budget_cuts_standardised_inputs_off_at_2(r
         assert torch.equal(far, edge) == cut
 
 
+def test_only_a_private_regressor_of_a_large_budget_has_steep_units():
+    """They start as the function that plain ones start as."""
+    from dpbnn.estimators.budget import settled_plan
+    from dpbnn.estimators.recipes import METHODS
+    from dpbnn.networks import SteepTanh
+
+    def built(epsilon, columns, regression=True):
+        torch.manual_seed(0)
+        plan = settled_plan(8000, epsilon, 1e-5, None, None)
+        return METHODS["auto"].network(columns, (32,), 1, plan, regression)()
+
+    def steep(network):
+        return any(isinstance(module, SteepTanh) for module in network.modules())
+
+    assert steep(built(1.0, 4))
+    others = built(0.3, 4), built(1.0, 10), built(None, 4), built(1.0, 4, regression=False)
+    assert not any(map(steep, others))
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(built(1.0, 4)[:-1](x), built(None, 4)[:-1](x))
+
+
 def test_without_privacy_auto_does_not_learn_the_noise_of_few_rows():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(1150, 8))

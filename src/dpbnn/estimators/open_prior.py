@@ -15,7 +15,7 @@ from dpbnn.privacy.plan import Plan, open_plan
 __all__ = ["chosen_prior"]
 
 FEWEST = 50  # rows that some can be held out of
-ENOUGH = 20  # rows per weight from which no prior is needed
+ENOUGH = 8  # rows per weight from which no prior is needed
 _HELD = 0.2  # share of the rows
 _HALVINGS = 4  # of the prior's standard deviation, at most
 

@@ -35,7 +35,7 @@ from dpbnn import methods
 from dpbnn.estimators.budget import HIDDEN
 from dpbnn.methods.method import Method
 from dpbnn.methods.sgld import Langevin
-from dpbnn.networks import mlp
+from dpbnn.networks import SteepTanh, mlp
 from dpbnn.priors import Gaussian
 from dpbnn.privacy.checks import quoted
 from dpbnn.privacy.plan import Plan
@@ -50,6 +50,7 @@ _SMALL = 1 / 3  # of it, for the residuals of a regression
 _CURVED = {True: 100.0, False: 30.0}  # m of `_told`, at most n, per column from which it has steps
 _STEPS = {True: 0.25, False: 1.0}  # their size; both in regression, and for classes
 _SMOOTH = 1300.0  # m from which hidden units of a regressor are smooth
+_STEEP = (400.0, 2.0)  # m per column from which they are steep under privacy, and their slope
 _OPEN_PRIOR = {True: 0.5, False: 0.3}  # its std without privacy, in regression and for classes
 _ENOUGH = 400.0  # m of `_told` below which steps shrink
 _LIMIT = 2.0  # largest standardised input of a classifier there; that of all others is 4
@@ -74,7 +75,8 @@ class Recipe:
         every: whether each step takes all rows, and as few steps do without privacy.
         noise: in a mean, in units of half the bounds, beyond which nothing is standardised.
         curved: whether, where there is enough budget, the linear path has steps of the inputs too
-            and a regressor smooth hidden units; and whether a regressor has a smaller clip.
+            and a regressor smooth hidden units, or steep ones; and whether a regressor has a
+            smaller clip.
         linear: whether it is for a model without hidden layers, with a Gaussian prior.
         flat: whether the network is a linear head, whatever hidden layers are set.
         tempered: whether training rows decide a temperature by default; a posterior that models
@@ -124,10 +126,12 @@ class Recipe:
         if not self.curved:
             return built
         told = min(_told(plan), plan.n)
+        smooth = regression and told >= _SMOOTH
         return functools.partial(
             built,
             limit=_LIMIT if _enough(plan) < 1 and not regression else None,
-            activation=torch.nn.Tanh if regression and told >= _SMOOTH else torch.nn.ReLU,
+            activation=torch.nn.Tanh if smooth else torch.nn.ReLU,
+            slope=_STEEP[1] if smooth and plan.private and told >= _STEEP[0] * features else 1.0,
             steps=_STEPS[regression] if told >= _CURVED[regression] * features else 0.0,
         )
 
@@ -274,14 +278,21 @@ def _table_network(
     outputs: int,
     dropout: float,
     limit: float | None = None,
+    slope: float = 1.0,
     **more: Any,
 ) -> torch.nn.Module:
     """Return a network with a linear path beside its hidden layers, which starts at 0.
 
     A budget too small to learn anything leaves it near 0, which predicts the base rate. Inputs are
     cut off at `limit`: where noise hides curves, a line through long tails is too sure of them.
+    With a `slope` hidden units are `SteepTanh`, whose weights start smaller by it.
     """
+    if slope != 1.0:
+        more["activation"] = functools.partial(SteepTanh, slope)
     network = mlp(features, hidden, outputs, dropout, linear_path=True, **more)
+    with torch.no_grad():
+        for parameter in network[:-1].parameters():
+            parameter /= slope
     for parameter in network[-1].parameters():
         torch.nn.init.zeros_(parameter)
     return (
