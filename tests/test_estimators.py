@@ -672,18 +672,6 @@ def test_only_a_private_regressor_of_a_large_budget_has_steep_units():
     torch.testing.assert_close(built(1.0, 4)[:-1](x), built(None, 4)[:-1](x))
 
 
-def test_a_regressor_whose_spread_is_not_released_starts_with_less_noise():
-    from dpbnn.estimators.recipes import noise_start
-
-    x = np.random.default_rng(0).uniform(-1, 1, (60, 2))
-    common = {"bounds": (-1, 1), "target_bounds": (-4, 4), "epochs": 2, "random_state": 0}
-    for epsilon, released in ((0.1, False), (8.0, True)):
-        model = PrivateBayesRegressor(epsilon=epsilon, **common).fit(x, x[:, 0])
-        start = noise_start(model.plan_, released)
-        assert model.posterior_.likelihood.start == pytest.approx(start)
-        assert (model.target_standardisation_ != (0.0, 0.5)) == released
-
-
 def test_without_privacy_auto_does_not_learn_the_noise_of_few_rows():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(1150, 8))

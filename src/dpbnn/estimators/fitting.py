@@ -330,10 +330,8 @@ class _Fit:
             found = Standardisation(*self.released["standard"])
         inputs = Standardisation(found.centre[:count], found.spread[:count])
         estimator.standardisation_ = (inputs.centre, inputs.spread)
-        released = estimator.epsilon is None or self.plans.standard is not None
-        start = recipes.noise_start(self.plan, released)
         self.target = estimator._shifted(
-            self.target, found.centre[count:], found.spread[count:], start
+            self.target, found.centre[count:], found.spread[count:], recipes.noise_start(self.plan)
         )
         return dataclasses.replace(scaling, standard=inputs)
 

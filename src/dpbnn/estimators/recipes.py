@@ -222,17 +222,12 @@ def _enough(plan: Plan) -> float:
     return min(1.0, _told(plan) / _ENOUGH)
 
 
-def noise_start(plan: Plan, released: bool) -> float:
+def noise_start(plan: Plan) -> float:
     """Return the log-variance at which a regressor's noise begins, in spreads of the target.
 
-    It is -2, and nearer to 0 where there is too little budget to learn much. A spread that is not
-    released is a half of the target's half range; targets usually spread by about 0.3 of it.
-
-    Args:
-        plan: of the training.
-        released: whether the spread of the target is.
+    It is -2, and nearer to 0 where there is too little budget to learn much.
     """
-    return -2.0 * math.sqrt(_enough(plan)) - (0.0 if released else 1.0)
+    return -2.0 * math.sqrt(_enough(plan))
 
 
 def _table_clip(plan: Plan, small: bool) -> float:
