@@ -651,11 +651,11 @@ def test_only_a_classifier_of_a_small_budget_cuts_standardised_inputs_off_at_2(r
         assert torch.equal(far, edge) == cut
 
 
-def test_only_a_private_regressor_of_a_large_budget_has_steep_units():
+def test_only_a_regressor_of_a_large_budget_has_steep_units():
     """They start as the function that plain ones start as."""
     from dpbnn.estimators.budget import settled_plan
     from dpbnn.estimators.recipes import METHODS
-    from dpbnn.networks import SteepTanh
+    from dpbnn.networks import SteepTanh, mlp
 
     def built(epsilon, columns, regression=True):
         torch.manual_seed(0)
@@ -666,10 +666,13 @@ def test_only_a_private_regressor_of_a_large_budget_has_steep_units():
         return any(isinstance(module, SteepTanh) for module in network.modules())
 
     assert steep(built(1.0, 4))
-    others = built(0.3, 4), built(1.0, 10), built(None, 4), built(1.0, 4, regression=False)
+    assert steep(built(None, 20))
+    others = built(0.3, 4), built(1.0, 10), built(None, 21), built(1.0, 4, regression=False)
     assert not any(map(steep, others))
-    x = torch.randn(5, 4)
-    torch.testing.assert_close(built(1.0, 4)[:-1](x), built(None, 4)[:-1](x))
+    x = torch.randn(5, 20)
+    torch.manual_seed(0)
+    plain = mlp(20, (32,), 1, activation=torch.nn.Tanh, linear_path=True)
+    torch.testing.assert_close(built(None, 20)[:2](x), plain[:2](x))
 
 
 def test_without_privacy_auto_does_not_learn_the_noise_of_few_rows():

@@ -374,7 +374,7 @@ class _Fit:
         """Return the user's prior, or that of the recipe, which data choose WITHOUT privacy."""
         if self.estimator.prior is not None:
             return self.estimator.prior
-        first = self.recipe.prior(self.plan, self.estimator._regression)
+        first = self.recipe.prior(self.plan, data[0].shape[1], self.estimator._regression)
         if self.plan.private or not self.recipe.curved or self.persons.owners is not None:
             return first
         if "prior" not in self.released:

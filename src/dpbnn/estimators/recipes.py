@@ -17,8 +17,8 @@ looked at in 24 fits of eight tables of benchmarks/, with the earlier settings; 
 regressor's scale is tried was settled after two fits of small-numbers there, and the 4/sqrt(n) of
 the questions by the cases of benchmarks/recalibration.py. The steep units were chosen on
 ten further generated tables of numbers (5000 to 30 000 rows) at epsilon 1 and 3: 21 settings in
-about 300 simulated trainings, after which power was run; the priors without privacy on five of
-numbers and three of classes: six in 75. Another start of the noise of a small regressor, chosen on
+about 300 simulated trainings, after which power was run; the priors without privacy on nine of
+numbers and three of classes: seven in 90. Another start of the noise of a small regressor, chosen on
 four of numbers in 80, was given up after four fits of diabetes. Those of the other methods were
 chosen on splits of the training parts of public tables (benchmarks/command.py repeats it), at
 epsilon 1, for accuracy and calibration together.
@@ -54,8 +54,9 @@ _SMALL = 1 / 3  # of it, for the residuals of a regression
 _CURVED = {True: 100.0, False: 30.0}  # m of `_told`, at most n, per column from which it has steps
 _STEPS = {True: 0.25, False: 1.0}  # their size; both in regression, and for classes
 _SMOOTH = 1300.0  # m from which hidden units of a regressor are smooth
-_STEEP = (400.0, 2.0)  # m per column from which they are steep under privacy, and their slope
+_STEEP = (400.0, 2.0)  # m per column from which they are steep too, and their slope
 _OPEN_PRIOR = {True: 0.5, False: 0.3}  # its std without privacy, in regression and for classes
+_PLENTY = 800  # rows per column from which a regressor needs none smaller than 1
 _ENOUGH = 400.0  # m of `_told` below which steps shrink
 _LIMIT = 2.0  # largest standardised input of a classifier there; that of all others is 4
 
@@ -135,16 +136,18 @@ class Recipe:
             built,
             limit=_LIMIT if _enough(plan) < 1 and not regression else None,
             activation=torch.nn.Tanh if smooth else torch.nn.ReLU,
-            slope=_STEEP[1] if smooth and plan.private and told >= _STEEP[0] * features else 1.0,
+            slope=_STEEP[1] if smooth and told >= _STEEP[0] * features else 1.0,
             steps=_STEPS[regression] if told >= _CURVED[regression] * features else 0.0,
         )
 
-    def prior(self, plan: Plan, regression: bool) -> Gaussian:
+    def prior(self, plan: Plan, columns: int, regression: bool) -> Gaussian:
         """Return the prior of a user who gives none.
 
         Without privacy nothing but the prior keeps "auto" from learning the noise of few rows.
         """
-        return Gaussian(_OPEN_PRIOR[regression] if self.curved and not plan.private else 1.0)
+        plenty = regression and plan.n >= _PLENTY * columns
+        free = plan.private or plenty or not self.curved
+        return Gaussian(1.0 if free else _OPEN_PRIOR[regression])
 
     @property
     def langevin(self) -> bool:
