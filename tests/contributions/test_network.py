@@ -1,5 +1,6 @@
 """Network contributions keep the contract, in every mode."""
 
+import functools
 from typing import ClassVar
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 from dpbnn.contributions import attach, outer
 from dpbnn.contributions.outer import Outer
-from dpbnn.networks import cnn, mlp, to_gaussian
+from dpbnn.networks import SteepTanh, cnn, mlp, to_gaussian
 
 
 def data(batch, *shape):
@@ -60,6 +61,12 @@ class TestSteps(NetworkContract):
     def model(self):
         torch.manual_seed(0)
         return mlp(6, (8,), 3, activation=nn.Tanh, linear_path=True, steps=0.5)
+
+
+class TestSteepUnits(NetworkContract):
+    def model(self):
+        torch.manual_seed(0)
+        return mlp(6, (8,), 3, activation=functools.partial(SteepTanh, 2.0), linear_path=True)
 
 
 class TestMicrobatched(NetworkContract):

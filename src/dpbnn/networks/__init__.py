@@ -13,7 +13,7 @@ from dpbnn.networks.gaussian import (
 from dpbnn.networks.layers import arguments, attributes, register
 from dpbnn.networks.papers import cnn, mlp, training_mode
 from dpbnn.networks.scattering import Scattering
-from dpbnn.networks.standard import Beside, LearnedNoise, SharedDropout, Steps
+from dpbnn.networks.standard import Beside, LearnedNoise, SharedDropout, SteepTanh, Steps
 
 __all__ = [
     "Beside",
@@ -24,6 +24,7 @@ __all__ = [
     "LearnedNoise",
     "Scattering",
     "SharedDropout",
+    "SteepTanh",
     "Steps",
     "arguments",
     "attributes",

@@ -20,7 +20,7 @@ from dpbnn.networks.pooling import pooling
 
 KNOTS = (-1.0, 0.0, 1.0)  # of `Steps`
 
-__all__ = ["Beside", "LearnedNoise", "SharedDropout", "Steps"]
+__all__ = ["Beside", "LearnedNoise", "SharedDropout", "SteepTanh", "Steps"]
 
 
 def _linear(layer: Any, record: Any) -> Forward:
@@ -200,6 +200,25 @@ class Steps(nn.Module):
 
 
 register(Steps, saved=attributes("columns", "size"))
+
+
+class SteepTanh(nn.Module):
+    """tanh(slope x): weights before it move it faster, and under less noise, than before tanh(x).
+
+    Args:
+        slope: at 0.
+    """
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.slope = slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return tanh(slope x)."""
+        return torch.tanh(self.slope * x)
+
+
+register(SteepTanh, saved=attributes("slope"))
 
 
 class SharedDropout(nn.Dropout):
