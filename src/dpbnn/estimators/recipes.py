@@ -53,6 +53,7 @@ _SMOOTH = 1300.0  # m from which hidden units of a regressor are smooth
 _OPEN_PRIOR = {True: 0.5, False: 0.3}  # its std without privacy, in regression and for classes
 _ENOUGH = 400.0  # m of `_told` below which steps shrink
 _LIMIT = 2.0  # largest standardised input of a classifier there; that of all others is 4
+_MANY = 12  # columns from which a classifier's steps shrink
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +161,7 @@ class Recipe:
         regression: bool,
         learning_rate: float | None,
         clip: float | None,
+        columns: int,
     ) -> Method:
         """Return the method's settings for a plan.
 
@@ -170,6 +172,7 @@ class Recipe:
             regression: whether the target is a number.
             learning_rate: the user's, if any.
             clip: the user's, if any.
+            columns: number of inputs.
         """
         options = dict(self.options)
         rate = learning_rate
@@ -185,7 +188,7 @@ class Recipe:
                 options["clip"] = clip or _table_clip(plan, self.curved and regression)
             rate = rate or (self.regression_rate if regression else self.rate)
             if self.standardise and learning_rate is None:
-                rate *= _enough(plan) ** (0.5 if regression else 0.25)
+                rate *= self._shrinkage(plan, regression, columns)
             return self.method(learning_rate=rate, **options)  # type: ignore[call-arg]
         options |= {"keep": _KEPT, "thin": max(1, plan.steps // (2 * _KEPT))}
         if rate is None and clip is not None and plan.private:
@@ -195,6 +198,16 @@ class Recipe:
             rate = self._langevin_rate(plan.n, noise_std, regression)
             clip = None
         return self.method(learning_rate=rate, clip=clip, **options)  # type: ignore[call-arg]
+
+    def _shrinkage(self, plan: Plan, regression: bool, columns: int) -> float:
+        """Return the factor of steps that small budgets and many columns make smaller.
+
+        Adam's steps are as long where there is only noise as elsewhere: the noise of the weights
+        adds up over columns, whatever the budget.
+        """
+        found = _enough(plan) ** (0.5 if regression else 0.25)
+        many = self.curved and not regression
+        return min(found, math.sqrt(_MANY / columns)) if many else found
 
     def _langevin_rate(self, n: int, noise_std: float | None, regression: bool) -> float:
         if not regression:
