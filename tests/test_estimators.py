@@ -18,6 +18,8 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import dpbnn
 from dpbnn import PrivateBayesClassifier, PrivateBayesRegressor
+from dpbnn.estimators import fitting
+from dpbnn.estimators.open_prior import chosen_prior
 from dpbnn.estimators.scaling import Scaling, parsed_bounds
 
 QUICK = {"epsilon": None, "epochs": 50, "learning_rate": 5e-3, "random_state": 0}
@@ -661,6 +663,32 @@ def test_without_privacy_auto_does_not_learn_the_noise_of_few_rows():
         losses.append(-np.log(p).mean())
     assert losses[0] < 0.8
     assert losses[0] < losses[1] - 0.1
+
+
+def test_without_privacy_held_out_rows_choose_how_strong_the_prior_is(monkeypatch):
+    """Forty columns of noise beside one that counts; a private fit never comes to that choice."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1400, 40))
+    y = x[:, 0] + rng.normal(size=len(x))
+    common = {"bounds": (-4, 4), "target_bounds": (-8, 8), "epochs": 300, "random_state": 0}
+    errors = []
+    for prior in (None, dpbnn.Gaussian(0.5)):
+        model = PrivateBayesRegressor(epsilon=None, prior=prior, **common).fit(x[:400], y[:400])
+        errors.append(np.mean((model.predict(x[400:]) - y[400:]) ** 2))
+    assert errors[0] < errors[1] - 0.1
+    called = []
+    monkeypatch.setattr(fitting, "chosen_prior", lambda *a: called.append(a) or dpbnn.Gaussian(0.5))
+    PrivateBayesRegressor(epsilon=1.0, **common).fit(x[:400], y[:400])
+    assert not called
+    PrivateBayesRegressor(epsilon=None, **common).fit(x[:400], y[:400])
+    assert called
+
+
+def test_a_private_plan_may_not_have_its_prior_chosen():
+    plan = dpbnn.plan(epsilon=1.0, delta=1e-5, n=100, sampling="full-batch", steps=2)
+    data = torch.zeros(100, 2), torch.zeros(100, 1)
+    with pytest.raises(ValueError, match="plan: is private"):
+        chosen_prior(dpbnn.fit, data, torch.ones(100).bool(), dpbnn.mlp, plan, dpbnn.Gaussian())
 
 
 @pytest.mark.parametrize("bad", ["oops", b"x", float("nan"), None, [0, 1], 1j])

@@ -14,7 +14,7 @@ from dpbnn.notebook import in_notebook, live
 from dpbnn.privacy.checks import round_up
 from dpbnn.privacy.plan import Plan
 
-__all__ = ["deferred_interrupt", "progress_bar", "shows_progress"]
+__all__ = ["deferred_interrupt", "progress_bar", "shows_progress", "unbroken"]
 
 _PAUSE = 0.2  # seconds between two states of a bar in a notebook
 
@@ -42,6 +42,16 @@ def deferred_interrupt() -> Iterator[Callable[[], BaseException | None]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def unbroken() -> Iterator[None]:
+    """Hold an interruption back until the end of the block."""
+    with deferred_interrupt() as interrupted:
+        yield
+        stop = interrupted()
+    if stop:
+        raise stop
 
 
 def shows_progress() -> bool:

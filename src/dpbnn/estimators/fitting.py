@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,15 +23,17 @@ from dpbnn.data.standardising import Standardisation
 from dpbnn.data.statistics import private_bounds
 from dpbnn.estimators import budget, kinds, recipes
 from dpbnn.estimators.held_out import HeldOut, Parts
+from dpbnn.estimators.open_prior import chosen_prior
 from dpbnn.estimators.persons import UNIT, Persons
 from dpbnn.estimators.scaling import Scaling, parsed_bounds
 from dpbnn.estimators.workspace import Workspace, new_run
 from dpbnn.posteriors import Posterior
+from dpbnn.priors import Gaussian, Prior
 from dpbnn.privacy.checks import round_up
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan
 from dpbnn.privacy.statement import PrivacyStatement
-from dpbnn.progress import deferred_interrupt
+from dpbnn.progress import unbroken
 
 if TYPE_CHECKING:
     from dpbnn.estimators.estimator import PrivateBayes
@@ -262,13 +265,13 @@ class _Fit:
             settings: further entries for the manifest of the run.
         """
         with self._told():
-            with _unbroken():
+            with unbroken():
                 scaling = self._scaling()
                 scaling = self._standardised(scaling)
                 scaling = dataclasses.replace(scaling, features=self.features)
                 self._keep(seed=self.seed, earlier=self.earlier)
             trained = [self._trained(scaling)]
-            with _unbroken():  # what is released here cannot be used by another attempt
+            with unbroken():  # what is released here cannot be used by another attempt
                 self._finish(trained.pop(), scaling)  # held by nothing else when its files go
                 if self.place is not None:
                     self.place.save(self.estimator, settings)
@@ -343,34 +346,42 @@ class _Fit:
             inputs.shape[1], recipes.widths(estimator.hidden), self.target.outputs, self.plan,
             estimator._regression,
         )  # fmt: skip
+        data = inputs, torch.from_numpy(self.target.values[self.rows])
         short = self.plan.steps * self.plan.batch_size < _SHORT
-        posterior = training.fit(
-            network,
-            (inputs, torch.from_numpy(self.target.values[self.rows])),
-            self.target.likelihood,
-            self.recipe.prior(self.plan, estimator._regression)
-            if estimator.prior is None
-            else estimator.prior,
-            self.method,
-            self.plan,
+        fit = functools.partial(
+            training.fit, network, likelihood=self.target.likelihood, method=self.method,
+            seed=self.seed, device=estimator.device, on_bad_rows=estimator.on_bad_rows,
+            progress=estimator.progress, debug_seed=None if self.plan.private else self.seed,
+        )  # fmt: skip
+        posterior = fit(
+            data=data,
+            prior=self._prior(fit, data, network),
+            plan=self.plan,
             ledger=self.ledger,
             out=None if place is None else place.training,
             resume=place is not None and place.checkpointed,
             checkpoint_every=max(1, self.plan.steps // 4) if short else None,
-            seed=self.seed,
-            device=estimator.device,
-            on_bad_rows=estimator.on_bad_rows,
             tuning_runs=estimator.tuning_runs,
-            progress=estimator.progress,
-            debug_seed=None if self.plan.private else self.seed,
             beside_paid=True,
             **self.persons.arguments(),
         )
         if place is not None:
-            with _unbroken():
+            with unbroken():
                 posterior.save(place.trained)
                 self._keep()
         return posterior
+
+    def _prior(self, fit: Any, data: tuple[torch.Tensor, torch.Tensor], network: Any) -> Prior:
+        """Return the user's prior, or that of the recipe, which data choose WITHOUT privacy."""
+        if self.estimator.prior is not None:
+            return self.estimator.prior
+        first = self.recipe.prior(self.plan, self.estimator._regression)
+        if self.plan.private or not self.recipe.curved or self.persons.owners is not None:
+            return first
+        if "prior" not in self.released:
+            good = torch.from_numpy(self.target.known[self.rows]) & data[0].isfinite().all(1)
+            self._keep(prior=chosen_prior(fit, data, good, network, self.plan, first).std)
+        return Gaussian(self.released["prior"])
 
     def _finish(self, posterior: Posterior, scaling: Scaling) -> None:
         """Calibrate, and set the fitted attributes."""
@@ -381,14 +392,8 @@ class _Fit:
         )
         estimator.temperature_, estimator.threshold_, statement = self.held.found(
             estimator._in_double(posterior) if self.held else posterior,
-            self.plan,
-            self.later,
-            temper,
-            cover,
-            self.ledger,
-            estimator.samples,
-            self.seed,
-        )
+            self.plan, self.later, temper, cover, self.ledger, estimator.samples, self.seed,
+        )  # fmt: skip
         posterior.privacy = self._stamped(statement)
         estimator.posterior_ = posterior
         estimator.bounds_ = (scaling.low, scaling.high)
@@ -439,13 +444,3 @@ class _Fit:
             f"Interrupted: {spent}. To go on, fit the same table with the same settings and "
             f"resume=True (--resume) into {self.place.out}: what is paid for is not paid again."
         )
-
-
-@contextlib.contextmanager
-def _unbroken() -> Iterator[None]:
-    """Hold an interruption back until the end of the block."""
-    with deferred_interrupt() as interrupted:
-        yield
-        stop = interrupted()
-    if stop:
-        raise stop

@@ -1,0 +1,68 @@
+"""Without privacy: how strong the prior is, chosen by rows that are held out. NOT PRIVATE."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dpbnn.calibration import calibration_split
+from dpbnn.posteriors import Posterior
+from dpbnn.priors import Gaussian
+from dpbnn.privacy.plan import Plan, open_plan
+
+__all__ = ["chosen_prior"]
+
+FEWEST = 50  # rows that some can be held out of
+ENOUGH = 20  # rows per weight from which no prior is needed
+_HELD = 0.2  # share of the rows
+_HALVINGS = 4  # of the prior's standard deviation, at most
+
+
+def chosen_prior(
+    train: Callable[..., Posterior],
+    data: tuple[Tensor, Tensor],
+    good: Tensor,
+    network: Callable[[], torch.nn.Module],
+    plan: Plan,
+    first: Gaussian,
+) -> Gaussian:
+    """Return the prior under which rows that are held out are most probable.
+
+    Its standard deviation is halved until they become less so. All rows can then be trained on.
+
+    **Guarantee.** None: it looks at the data, and it refuses a private plan.
+
+    Args:
+        train: as `dpbnn.fit`, with the network and all settings but data, prior and plan.
+        data: inputs and targets of the training.
+        good: which rows can be used.
+        network: builds the network.
+        plan: of the training.
+        first: the prior to begin with.
+    """
+    if plan.private:
+        raise ValueError("plan: is private, and rows that are held out may not choose a prior")
+    count = int(good.sum())
+    with torch.device("meta"):
+        weights = sum(parameter.numel() for parameter in network().parameters())
+    if not FEWEST <= count < ENOUGH * weights:
+        return first
+    x, y = (part[good] for part in data)
+    rest, held = calibration_split(count, _HELD)
+    size = min(plan.batch_size, len(rest))
+    shorter = open_plan(
+        n=len(rest), batch_size=size, steps=plan.steps,
+        sampling="full-batch" if size == len(rest) else plan.sampling,
+    )  # fmt: skip
+    best, most = first, -torch.inf
+    prior = first
+    for _ in range(_HALVINGS + 1):
+        posterior = train(data=(x[rest], y[rest]), prior=prior, plan=shorter, progress=False)
+        likely = float(posterior.predict(x[held]).log_prob(y[held]).mean())
+        if not likely > most:
+            break
+        best, most = prior, likely
+        prior = Gaussian(prior.std / 2)
+    return best
