@@ -146,11 +146,11 @@ def _dpbnn(
     learner: str, table: Table, split: Split, epsilon: float | None, seed: int
 ) -> tuple[Predicted, float]:
     model = estimator(learner, table, epsilon, seed)
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
     model.fit(split.x, split.y)
-    seconds = time.perf_counter() - begin
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
     spent = None if epsilon is None else model.privacy_.epsilon
-    about = {"method": str(model.method), "spent": spent}
+    about = {"method": str(model.method), "spent": spent, "cpu_seconds": round(cpu, 3)}
     if table.classes:
         return Predicted(model.predict_proba(split.x_test), about=about), seconds
     found = model.predictive(split.x_test)

@@ -656,14 +656,15 @@ def test_steps_of_auto_are_shorter_for_classes_on_many_columns(epsilon):
     from dpbnn.estimators.budget import settled_plan
     from dpbnn.estimators.recipes import METHODS
 
-    plan = settled_plan(2000, epsilon, 1e-6, None, None)
-
-    def rate(name, columns, regression=False, given=None):
+    def rate(name, columns, regression=False, given=None, rows=8000):
+        plan = settled_plan(rows, epsilon, 1e-6, None, None)
         settings = METHODS[name].settings(plan, None, regression, given, None, columns)
         return settings.learning_rate
 
     assert rate("auto", 12) == rate("auto", 2) >= 2 * rate("auto", 12 * 16)
     assert rate("auto", 48) <= 0.02 / 2
+    tiny = [rate("auto", columns, rows=1000) for columns in (2, 48)]
+    assert (tiny[0] == tiny[1]) == (epsilon == 0.1)
     assert rate("auto", 48, given=0.02) == 0.02
     assert rate("auto", 48, regression=True) == rate("auto", 2, regression=True)
     assert rate("sgd", 48) == rate("sgd", 2)
