@@ -103,7 +103,18 @@ def scores(table: Table, predicted: Predicted, y: np.ndarray) -> dict[str, float
         "auroc": float(areas[-1] if table.classes == 2 else np.mean(areas)),
         "nll": float(-np.log(p[np.arange(len(y)), y]).mean()),
         "ece": float(dpbnn.evaluation.ece(p, y)),
+        "ece_by_chance": _by_chance(p),
     }
+
+
+def _by_chance(p: np.ndarray, draws: int = 20) -> float:
+    """Return the mean ECE of labels drawn from the probabilities themselves, which are then right.
+
+    It is above 0 since test rows are few.
+    """
+    rng = np.random.default_rng(0)
+    labels = [(p.cumsum(1) > rng.random((len(p), 1))).argmax(1) for _ in range(draws)]
+    return float(np.mean([dpbnn.evaluation.ece(p, label) for label in labels]))
 
 
 def delta(n: int) -> float:
@@ -135,11 +146,11 @@ def _dpbnn(
     learner: str, table: Table, split: Split, epsilon: float | None, seed: int
 ) -> tuple[Predicted, float]:
     model = estimator(learner, table, epsilon, seed)
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
     model.fit(split.x, split.y)
-    seconds = time.perf_counter() - begin
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
     spent = None if epsilon is None else model.privacy_.epsilon
-    about = {"method": str(model.method), "spent": spent}
+    about = {"method": str(model.method), "spent": spent, "cpu_seconds": round(cpu, 3)}
     if table.classes:
         return Predicted(model.predict_proba(split.x_test), about=about), seconds
     found = model.predictive(split.x_test)

@@ -15,11 +15,12 @@ from typing import Any
 from benchmarks.table_data import TABLES
 
 RIVALS = ("dp-ebm", "diffprivlib", "moment-ridge")
-SHOWN = {"classification": ("nll", "auroc", "ece", "accuracy"),
+SHOWN = {"classification": ("nll", "auroc", "ece", "ece_by_chance", "accuracy"),
          "regression": ("log_likelihood", "rmse", "coverage", "width")}  # fmt: skip
 HIGHER = {"auroc", "accuracy", "log_likelihood"}
-TITLES = {"nll": "NLL", "auroc": "AUROC", "ece": "ECE", "log_likelihood": "log-likelihood",
-          "rmse": "RMSE", "coverage": "coverage of 90 % intervals", "accuracy": "accuracy",
+TITLES = {"nll": "NLL", "auroc": "AUROC", "ece": "ECE", "ece_by_chance": "ECE by chance",
+          "log_likelihood": "log-likelihood", "rmse": "RMSE",
+          "coverage": "coverage of 90 % intervals", "accuracy": "accuracy",
           "width": "width of 90 % intervals"}  # fmt: skip
 COVERED = (0.87, 0.94)
 TARGETS = {"power": 4.25, "kin8nm": 0.125}  # RMSE of the defaults at epsilon 1
@@ -51,7 +52,8 @@ class Results:
 
     def values(self, table: str, learner: str, epsilon: Any, metric: str) -> list[float]:
         """Return a metric's values over the seeds."""
-        return [r[metric] for r in self._cells.get((table, learner, epsilon), [])]
+        own = self._cells.get((table, learner, epsilon), [])
+        return [r[metric] for r in own if metric in r]
 
     def mean(self, table: str, learner: str, epsilon: Any, metric: str) -> float | None:
         """Return the mean over seeds, None without any."""
@@ -227,7 +229,7 @@ def _means(results: Results, task: str, metric: str) -> str:
         for epsilon in budgets:
             means = [results.mean(name, x, epsilon, metric) for x in columns]
             losses = [results.loss(name, x, epsilon, metric) for x in columns]
-            if metric in ("coverage", "width", "ece"):
+            if metric in ("coverage", "width", "ece", "ece_by_chance"):
                 losses = [None] * len(columns)
             least = min((loss for loss in losses if loss is not None), default=None)
             if least is None and all(mean is None for mean in means):

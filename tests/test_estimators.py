@@ -677,6 +677,25 @@ def test_only_a_regressor_of_a_large_budget_has_steep_units():
     torch.testing.assert_close(built(None, 20)[:2](x), plain[:2](x))
 
 
+@pytest.mark.parametrize("epsilon", [0.1, 3.0, None])
+def test_steps_of_auto_are_shorter_for_classes_on_many_columns(epsilon):
+    from dpbnn.estimators.budget import settled_plan
+    from dpbnn.estimators.recipes import METHODS
+
+    def rate(name, columns, regression=False, given=None, rows=8000):
+        plan = settled_plan(rows, epsilon, 1e-6, None, None)
+        settings = METHODS[name].settings(plan, None, regression, given, None, columns)
+        return settings.learning_rate
+
+    assert rate("auto", 12) == rate("auto", 2) >= 2 * rate("auto", 12 * 16)
+    assert rate("auto", 48) <= 0.02 / 2
+    tiny = [rate("auto", columns, rows=1000) for columns in (2, 48)]
+    assert (tiny[0] == tiny[1]) == (epsilon == 0.1)
+    assert rate("auto", 48, given=0.02) == 0.02
+    assert rate("auto", 48, regression=True) == rate("auto", 2, regression=True)
+    assert rate("sgd", 48) == rate("sgd", 2)
+
+
 def test_without_privacy_auto_does_not_learn_the_noise_of_few_rows():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(1150, 8))

@@ -108,6 +108,14 @@ def test_scores_of_classes_are_those_of_probabilities_above_the_floor():
     assert found["ece"] == pytest.approx(right - 0.75)
 
 
+def test_chance_alone_has_the_mean_deviation_of_a_share():
+    """One bin of 1000 rows: sqrt(2/pi) sqrt(p (1 - p)/1000); the mean of 20, with a fixed seed."""
+    p, y = np.tile([0.75, 0.25], (1000, 1)), np.arange(1000) % 2
+    found = learners.scores(table_data.table("small"), Predicted(p), y)
+    assert found["ece_by_chance"] == pytest.approx(0.0109, abs=0.006)
+    assert found["ece"] == pytest.approx(0.25)
+
+
 def job(name, learner, epsilon=1.0, seed=0):
     return {"table": name, "learner": learner, "epsilon": epsilon, "seed": seed}
 

@@ -67,7 +67,7 @@ def test_a_coarse_record_contributes_whether_its_most_probable_class_is_right(t)
     predictive, y = ClassPredictive.from_logits(3 * normal(6, 90, 4)), torch.arange(90) % 4
     p, top = tempered(predictive, t).mean.max(-1)
     found = contributed(predictive, y, t, asked="top class")
-    assert found == pytest.approx((top == y).double() - p)
+    assert found == pytest.approx(torch.where(top == y, 1 - p, -p) / torch.maximum(p, 1 - p))
     assert found.abs().max() < temperature.CLIP["top class"]
 
 

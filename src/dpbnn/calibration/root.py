@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["LEVELS", "Crossing"]
 
 LEVELS = {"regression": 0.9, "half": 0.5}  # of the intervals of real targets
-_STEEPNESS = {"classification": (0.05, 1.2), "top class": (0.05, 0.6)}  # from, to
+_STEEPNESS = {"classification": (0.05, 1.2), "top class": (0.07, 0.9)}  # from, to
 _REAL = (0.4, 1.2)  # likewise of real targets
 _SPAN = (math.log(10), math.log(100))  # of log T, for classes and for real targets
 _PRIOR = (1.0, 1.2)  # standard deviation of log T, likewise
@@ -24,13 +24,13 @@ class Crossing:
 
     The mean at log T = t, with the crossing at t*, is modelled as
 
-        classes:  c (t - t*),                              c from 0.05 to 1.2 (top class: 0.6)
+        classes:  c (t - t*),                              c from 0.05 to 1.2
         real:     2 Phi(z exp(a (t - t*)/2)) - 1 - level,  a from 0.4 to 1.2
 
-    with z = Phi^-1((1 + level)/2), up to an error of half its value, and a release adds Gaussian
-    noise of known variance. The prior of t* is normal about 0, so noise that hides the crossing
-    leaves the temperature near 1. A value far from the crossing says little more than a direction,
-    one near it says where it is.
+    with z = Phi^-1((1 + level)/2), up to an error of half its value (c from 0.07 to 0.9 for the top
+    class), and a release adds Gaussian noise of known variance. The prior of t* is normal about 0,
+    so noise that hides the crossing leaves the temperature near 1. A value far from the crossing
+    says little more than a direction, one near it says where it is.
 
     Args:
         asked: "classification", "top class", "regression" or "half"; see `recalibrate`.

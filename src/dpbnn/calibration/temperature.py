@@ -93,9 +93,9 @@ def recalibrate(
     its interval holds it and -0.9 if not, so heavy tails do not matter.
 
     Where the noise of that would be large, which public numbers tell, a question of less
-    sensitivity takes its place: is the most probable class right as often as it says (a record
-    contributes 1 if it is and 0 if not, less its probability), and do 50 % intervals hold half of
-    the records (0.5 and -0.5).
+    sensitivity takes its place: is the most probable class right as often as it says (with p its
+    probability, a record contributes 1 - p if it is and -p if not, over the larger of p and 1 - p),
+    and do 50 % intervals hold half of the records (0.5 and -0.5).
 
     Five noised sums are released, each at the posterior mean of log T given those before; the
     posterior knows the noise (see `Crossing`), and where the noise is large the temperature stays
@@ -239,11 +239,14 @@ def _slope(y: Tensor, temperature: float, influence: float, logs: Tensor) -> Ten
 
 
 def _right(y: Tensor, temperature: float, influence: float, logs: Tensor) -> Tensor:
-    """Return 1 where the most probable class is right and 0 where not, less its probability."""
+    """Return ([the most probable class is right] - p)/max(p, 1 - p), with p its probability.
+
+    Its mean is 0 given p where p is right, and no such number between -1 and 1 tells more.
+    """
     index = y.view(1, -1, 1).expand(len(logs), -1, 1)
     weights = _left_out(logs.gather(-1, index), influence).softmax(0)
     p, top = (weights * (logs / temperature).softmax(-1)).sum(0).max(-1)
-    return (top == y).double() - p
+    return ((top == y).double() - p) / torch.maximum(p, 1 - p)
 
 
 def _inside(

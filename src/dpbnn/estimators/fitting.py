@@ -228,8 +228,9 @@ class _Fit:
         if method is None:
             noise = kinds.steepness(target.likelihood)
             self.method = self.recipe.settings(
-                self.plan, noise, estimator._regression, estimator.learning_rate, estimator.clip
-            )
+                self.plan, noise, estimator._regression, estimator.learning_rate, estimator.clip,
+                self.x.shape[1],
+            )  # fmt: skip
         if plans.bounds is not None or self.method is estimator.method:
             self.method.settled(self.plan)  # refuses settings before anything is paid for
         self.recipe.check(recipes.widths(estimator.hidden), estimator.prior, self.plan)
