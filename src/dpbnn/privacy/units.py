@@ -232,7 +232,7 @@ class Groups:
         return found
 
     def windows(self, dtype: torch.dtype) -> Windows:
-        """Return pairs of rows of one unit; used rows are paired with no others.
+        """Return pairs of rows of one unit; none is of a row in use and one that is not.
 
         Args:
             dtype: of what is to be paired.
