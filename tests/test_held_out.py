@@ -259,7 +259,7 @@ def test_what_was_not_asked_for_is_not_there():
     clf = PrivateBayesClassifier(epsilon=4.0, **settings).fit(*classes(200))
     assert [m["label"] for m in clf.privacy_.mechanisms] == ["sgld"]
     assert (clf.temperature_, clf.threshold_, clf.calibration_) == (None, None, {})
-    with pytest.raises(ValueError, match=r"pass conformal=0\.1"):
+    with pytest.raises(ValueError, match=r"as in conformal=0\.1"):
         clf.predict_set(classes(5)[0])
 
 

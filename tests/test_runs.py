@@ -411,8 +411,14 @@ def test_private_bounds_and_numbers_go_on_too(place):
 
 
 @pytest.mark.parametrize("method", ["sgld", "vi", "moments", "not private"])
-def test_every_method_goes_on(place, method):
-    """SGLD writes its iterates beside the checkpoint; moments has few releases."""
+def test_every_method_goes_on(place, method, monkeypatch):
+    """SGLD writes its iterates beside the checkpoint; moments has few releases.
+
+    Without privacy the prior is chosen once.
+    """
+    chosen = []
+    prior = dpbnn.Gaussian(0.2)
+    monkeypatch.setattr(fitting, "chosen_prior", lambda *given: chosen.append(given) or prior)
     given = {"method": "auto" if method == "not private" else method, "random_state": 0}
     given |= {"hidden": () if method == "moments" else (8,)}
     given |= {"epsilon": None if method == "not private" else 2.0}
@@ -425,6 +431,7 @@ def test_every_method_goes_on(place, method):
     assert "progress" not in names("run")
     assert model.score(columns(100, 1)) > 0.5
     assert np.array_equal(dpbnn.load_run("run").predict("test.csv"), model.predict("test.csv"))
+    assert len(chosen) == (method == "not private")
     if method != "not private":
         assert sorted(map(repr, model.ledger_.events)) == sorted(map(repr, model.plan_.events))
 
