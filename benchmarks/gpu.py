@@ -52,6 +52,20 @@ class Clock:
         return first - begin, (end - first) / max(1, epochs - 1)
 
 
+class Own(nn.Module):
+    """The MLP as a module of a user, with code of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(m for m in dpbnn.mlp() if isinstance(m, nn.Linear))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x.flatten(1)
+        for layer in self.layers[:-1]:
+            hidden = F.relu(layer(hidden))
+        return self.layers[-1](hidden)
+
+
 def transformer(layers: int, width: int, heads: int, **options: bool | str) -> nn.Module:
     layer = nn.TransformerEncoderLayer(
         width, heads, 4 * width, dropout=0.0, batch_first=True, **options
@@ -228,6 +242,9 @@ def contenders(name: str) -> dict[str, Timed]:
     }
     if name == "mlp":
         dropout = replace(case, make=lambda: dpbnn.mlp(dropout=0.5))
+        runs["DP-SGD, module of a user"] = private(
+            replace(case, make=Own), dpbnn.SGD(learning_rate=0.1)
+        )
         runs["DP-SGLD"] = private(case, dpbnn.SGLD(learning_rate=1e-6, keep=10))
         runs["DP-BBP"] = private(case, dpbnn.BBP(learning_rate=0.1))
         runs["DP-MC Dropout"] = private(dropout, dpbnn.MCDropout(learning_rate=0.1))

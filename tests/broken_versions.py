@@ -80,6 +80,7 @@ from dpbnn.privacy import (
     slices,
     statement,
     stream,
+    writes,
 )
 from dpbnn.privacy.gate import Gate
 from dpbnn.privacy.ledger import Ledger
@@ -1706,6 +1707,13 @@ def frozen_weights_count_by_shape(patch: Patch) -> None:
 
 def any_arithmetic_will_do(patch: Patch) -> None:
     patch.setattr(resume, "arithmetic", lambda device: [])
+
+
+# 33: what a captured step writes to
+
+
+def writes_are_not_seen(patch: Patch) -> None:
+    patch.setattr(writes, "_written", lambda *_: [])
 
 
 # 6: batches above the capacity of a captured step

@@ -28,11 +28,10 @@ class FakeGraph:
 
     def replay(self) -> None:
         """Run the work, and write what it returns into the result."""
-        cells = [cell.cell_contents for cell in getattr(self.work, "__closure__", None) or ()]
         new = self.work()
-        for owner in cells:
-            if isinstance(owner, CapturedStep):
-                owner.by_python = False
+        owner = getattr(getattr(self.work, "func", None), "__self__", None)
+        if isinstance(owner, CapturedStep):
+            owner.by_python = False
         if new is not None and not self.result:
             self.result += new
         elif new is not None:

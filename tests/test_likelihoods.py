@@ -12,7 +12,6 @@ from torch.distributions import Poisson as TorchPoisson
 
 import dpbnn
 from dpbnn.audit import PrivacyBug
-from dpbnn.captured import own_code
 from dpbnn.contributions import UnsupportedModel
 from dpbnn.likelihoods import (
     Bernoulli,
@@ -301,17 +300,6 @@ def test_a_weight_in_the_record_is_the_weight_of_its_log_probability():
             Weighted(wrong)
     with pytest.raises(ValueError, match="most"):
         Weighted(most=0.0)
-
-
-def test_code_of_a_user_under_a_weight_is_not_captured():
-    """A captured step runs no Python, so what such code writes would go unseen."""
-
-    class Own(Categorical):
-        pass
-
-    model = nn.Linear(2, 3)
-    assert own_code(model, Weighted(Categorical())) is None
-    assert own_code(model, Weighted(Own())) == "Own"
 
 
 def test_several_targets_learn_what_each_alone_would():

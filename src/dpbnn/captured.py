@@ -21,12 +21,12 @@ import math
 import random
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpbnn.contributions import UnsupportedModel
 from dpbnn.contributions.attach import refuse_changes
@@ -34,17 +34,18 @@ from dpbnn.contributions.recorded import NetworkContributions
 from dpbnn.messages import unquoted
 from dpbnn.methods.method import Process
 from dpbnn.methods.state import State
-from dpbnn.networks.layers import rules_in
 from dpbnn.privacy.chacha import flat_views, on_device, shared_flat, triton_kernels
 from dpbnn.privacy.contracts import Replayed
-from dpbnn.privacy.module_state import Change, origin
+from dpbnn.privacy.module_state import Change
 from dpbnn.privacy.sampling import Sampler
+from dpbnn.privacy.writes import Writes
 from dpbnn.resume import FAILED
 
 __all__ = ["CapturedStep", "Replays"]
 
 _EAGER = 2  # times that work runs as it is before it is captured
 _GRAPHS = 8  # graphs of a run at most
+_WRITES = "the network or the likelihood writes to a tensor that it keeps"
 Sum = Callable[[NetworkContributions, Tensor], dict[str, Tensor]]
 _AHEAD = 64  # batches that are drawn at once, and parts of them that are copied at once
 
@@ -53,12 +54,14 @@ class Replays:
     """Runs work as it is a few times, captures it in a CUDA graph, and from then on replays that.
 
     **Guarantee.** Work is replayed for the same key and the same tensors alone. Work that cannot be
-    captured, or draws from a generator of the CPU, runs as it is.
+    captured, draws from a generator of the CPU, or writes to a tensor that it may not write to,
+    runs as it is.
     """
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._held: list[dict[int, Tensor]] = []
         self._refused = False
         self._pool: Any = None
 
@@ -67,13 +70,21 @@ class Replays:
         """Number of graphs."""
         return len(self._graphs)
 
-    def __call__(self, key: Hashable, work: Callable[[], Any], reads: Any = None) -> Any:
+    def __call__(
+        self,
+        key: Hashable,
+        work: Callable[[], Any],
+        reads: Any = None,
+        writes: Iterable[Tensor] | None = None,
+    ) -> Any:
         """Return what `work` returns; from a graph, the tensors that it has written anew.
 
         Args:
             key: everything that the work depends on beside tensors.
             work: writes to tensors that exist already, or to new ones that it returns.
             reads: tensors that it reads and that may be others at another time.
+            writes: all that exists and that it may write to, where it calls code of a user; None
+                where it does not.
         """
         key = (key, *_places(reads))
         if key in self._graphs:
@@ -81,25 +92,41 @@ class Replays:
             graph.replay()
             return result
         self._seen[key] = self._seen.get(key, 0) + 1
-        if self._seen[key] <= _EAGER or self._refused or len(self._graphs) >= _GRAPHS:
-            if len(self._seen) > 64:  # of keys that change with every step
-                self._seen.clear()
+        if self._refused or len(self._graphs) >= _GRAPHS:
             return work()
+        if len(self._seen) > 64:  # of keys that change with every step
+            self._seen.clear()
+        seen = Writes(writes or ())
+        looking = seen if writes is not None else contextlib.nullcontext()
+        if self._seen.get(key, 0) <= _EAGER:
+            with looking:
+                result = work()
+            if seen.foreign:
+                self._refuse(_WRITES)
+            return result
         try:
-            self._graphs[key] = self._captured(work)
+            with looking:
+                graph, result = self._captured(work)
         except Exception as error:  # an error of the work itself comes again
             torch.cuda.synchronize()
-            self._refused = True
-            warnings.warn(
-                f"this step cannot be captured as a CUDA graph ({type(error).__name__}), so it "
-                f"runs operation by operation, which is slower",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            self._refuse(type(error).__name__)
             return work()
-        graph, result = self._graphs[key]
+        if seen.foreign:
+            self._refuse(_WRITES)
+            return work()
+        self._graphs[key] = graph, result
+        self._held.append(seen.read)
         graph.replay()
         return result
+
+    def _refuse(self, why: str) -> None:
+        self._refused = True
+        warnings.warn(
+            f"this step cannot be captured as a CUDA graph ({why}), so it runs operation by "
+            f"operation, which is slower",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def _captured(self, work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         graph, before = torch.cuda.CUDAGraph(), _host_generators()
@@ -258,7 +285,8 @@ class CapturedStep(Replayed):
                 part = self._block[self._row, : len(mask)]
                 part.masked_fill_(~mask.to(self.device), -1)
             if not index:
-                self.drawn = self.replays(("sums", key), lambda: self._sum(sum_of))
+                work = functools.partial(self._sum, sum_of)
+                self.drawn = self.replays(("sums", key), work, writes=self._written())
             else:
                 self._more(key, sum_of, index)
         return dict(self._sums if self._parts == 1 else self._totals)
@@ -271,7 +299,8 @@ class CapturedStep(Replayed):
         if index == 1:
             _copy(self._totals, self._sums)
         drawn = self.drawn
-        self.replays(("more", key), lambda: self._sum(sum_of, (drawn,)), drawn)
+        work = functools.partial(self._sum, sum_of, (drawn,))
+        self.replays(("more", key), work, drawn, self._written())
         totals, sums = list(self._totals.values()), list(self._sums.values())
         whole, part = shared_flat(totals), shared_flat(sums)
         if whole is not None and part is not None:
@@ -322,6 +351,10 @@ class CapturedStep(Replayed):
         self._compare()
         return state.drawn
 
+    def _written(self) -> list[Tensor]:
+        """Return the tensors that `_sum` writes to."""
+        return [self._before, self._at, self._changed, *self._sums.values()]
+
     def _compare(self) -> None:
         """Note on the device whether the network has written to its parameters."""
         one, two = self._flat.view(torch.int64), self._before.view(torch.int64)
@@ -350,35 +383,6 @@ def _copy(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
     for kind in kinds:  # torch has one kernel for all of a kind
         names = [name for name, value in sources.items() if value.dtype is kind]
         torch._foreach_copy_([targets[n] for n in names], [sources[n] for n in names])
-
-
-def own_code(model: nn.Module, likelihood: object) -> str | None:
-    """Return the name of what sees records by code of a user's own, or keeps a running buffer.
-
-    A replay moves no version counters, so that what such code writes would go unseen. Layers of
-    torch and of this library write to nothing but their running buffers.
-    """
-    for part in (likelihood, getattr(likelihood, "of", likelihood)):
-        if not type(part).__module__.startswith("dpbnn."):
-            return type(part).__name__
-    for rule in rules_in(model):
-        if not _library(rule):
-            return getattr(rule, "__name__", type(rule).__name__)
-    for module in model.modules():
-        theirs = type(module).__module__.startswith("torch.nn.modules.")
-        ours = type(module).__module__.startswith("dpbnn.")
-        if not (theirs or ours) or (theirs and module._buffers) or "forward" in vars(module):
-            return type(module).__name__
-        if not all(_library(part) for part in vars(module).values() if callable(part)):
-            return type(module).__name__  # an activation, say
-    return None
-
-
-def _library(function: Any) -> bool:
-    """Return whether a function is one of torch or of this library."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return origin(function).startswith(("torch.", "dpbnn.", "builtins"))
 
 
 def capacity(sampler: Sampler, size: int) -> int:

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import hashlib
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbnn import likelihoods, posteriors
-from dpbnn.captured import CapturedStep, own_code
+from dpbnn.captured import CapturedStep
 from dpbnn.contributions import UnsupportedModel
 from dpbnn.contributions.probe import synthetic
 from dpbnn.fit_arguments import alone, check_kinds
@@ -327,16 +326,6 @@ class _Run(Run):
         public, fits = self.plan.relation.public_size, CapturedStep.fits(self.state, self.like)
         whole = isinstance(self.x, Tensor) and self.rows.units is None
         if self.observers or not (public and fits and whole):
-            return None
-        foreign = own_code(self.process.model, self.problem.likelihood)
-        if foreign is not None:
-            warnings.warn(
-                f"steps run operation by operation, which is slower: {foreign} is not a layer "
-                f"of torch or dpbnn, or keeps a buffer, so that a CUDA graph could hide what it "
-                f"does; build the network of nn.Sequential and such layers to have it captured",
-                RuntimeWarning,
-                stacklevel=2,
-            )
             return None
         data, limit = (self.x, self.y, self.rows.kept), self.problem.microbatch_size
         captured = CapturedStep(self.process, self.state, self.like, data, self.plan.sampler, limit)
