@@ -46,7 +46,7 @@ def _write(old, new) -> None:
         _write(old[key], new[key])
 
 
-def _captured(replays, work):
+def _captured(replays, work, looking):
     graph = FakeGraph(work)
     return graph, graph.result
 

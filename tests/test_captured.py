@@ -155,7 +155,7 @@ def test_a_network_that_writes_to_its_weights_is_refused(tampers):
 
 
 def test_work_that_cannot_be_captured_runs_as_it_is_and_says_so_once(monkeypatch):
-    def refuse(self, work):
+    def refuse(self, work, looking):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(Replays, "_captured", refuse)
@@ -175,7 +175,7 @@ def test_a_replay_is_of_the_same_key_and_the_same_tensors(monkeypatch):
         def replay(self):
             played.append(self)
 
-    monkeypatch.setattr(Replays, "_captured", lambda self, work: (Graph(), work()))
+    monkeypatch.setattr(Replays, "_captured", lambda self, work, looking: (Graph(), work()))
     replays, played, ran = Replays(), [], []
     one, two = torch.zeros(3), torch.zeros(3)
     for key, tensor in [("a", one)] * 5 + [("a", two)] * 2 + [("b", one)] * 2:

@@ -105,8 +105,7 @@ class Replays:
                 self._refuse(_WRITES)
             return result
         try:
-            with looking:
-                graph, result = self._captured(work)
+            graph, result = self._captured(work, looking)
         except Exception as error:  # an error of the work itself comes again
             torch.cuda.synchronize()
             self._refuse(type(error).__name__)
@@ -128,10 +127,16 @@ class Replays:
             stacklevel=2,
         )
 
-    def _captured(self, work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    def _captured(
+        self, work: Callable[[], Any], looking: contextlib.AbstractContextManager[Any]
+    ) -> tuple[torch.cuda.CUDAGraph, Any]:
         graph, before = torch.cuda.CUDAGraph(), _host_generators()
-        # One pool: graphs run one after another, and what they return is held here.
-        with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
+        # One pool: graphs run one after another, and what they return is held here. The capture
+        # itself writes, to the state of torch's generator, so that one looks at the work alone.
+        with (
+            torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"),
+            looking,
+        ):
             result = work()
         self._pool = graph.pool()
         if _host_generators() != before:
