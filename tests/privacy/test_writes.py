@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpbnn.privacy.writes import Writes
@@ -52,6 +53,7 @@ WRITES = {
     "many": lambda x: torch._foreach_add_([x.clone(), KEPT], 1.0),
     "by index": lambda x: KEPT.index_add_(0, torch.tensor([0]), x[0, :1]),
     "from": lambda x: KEPT.untyped_storage() and KEPT.random_(),
+    "running": lambda x: F.batch_norm(x, KEPT, OTHER[0], training=True),
     "backward": backward,
     "moved": moved,
     "per example": per_example,

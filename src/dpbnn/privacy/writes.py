@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = ["Writes"]
 
+_UNSAID = ("running_mean", "running_var")  # written by batch norm, whose schema does not say so
+
 
 class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Looks at every operation of torch while it is entered, also in the backward pass.
@@ -62,7 +64,8 @@ def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     """Return the tensors that an operation changes, by its schema."""
     found = []
     for position, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        said = argument.alias_info is not None and argument.alias_info.is_write
+        if said or argument.name in _UNSAID:
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             found += _tensors(given)
     return found
