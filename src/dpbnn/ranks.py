@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import pickle
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -145,6 +146,16 @@ def _sendable(error: Exception) -> Exception:
     return error
 
 
+def _timeout() -> timedelta | None:
+    """Return how long the default group waits on the CPU, where that can be known."""
+    whole: Any = dist.group.WORLD
+    cpu = torch.device("cpu")
+    options = (
+        getattr(whole._get_backend(cpu), "options", None) if cpu in whole._device_types else None
+    )
+    return getattr(options, "_timeout", None)
+
+
 @contextlib.contextmanager
 def joined() -> Iterator[Group]:
     """Give the group of all processes that were started together; it ends with the block.
@@ -159,7 +170,9 @@ def joined() -> Iterator[Group]:
         dist.init_process_group("gloo")
     size = dist.get_world_size()
     shards = max(SHARDS, 1 << (size - 1).bit_length())
-    group = Ranks(dist.get_rank(), size, shards, dist.new_group(backend="gloo"))
+    transport = dist.new_group(backend="gloo", timeout=_timeout())
+    group = Ranks(dist.get_rank(), size, shards, transport)
+    del transport
     try:
         dist.barrier(group.transport)  # a rank that leaves at once would break others' connecting
         yield group

@@ -4,10 +4,9 @@
     PYTHONPATH=tests python tests/ranks/killed_runs.py 20 21-30 [owned | sharded]
 
 kills so many processes by SIGKILL and prints what was found; of several seeds side by side, and
-added up. Every release that rank 0 is about to
-make is first written to a log: its key and a digest of the sum. With "owned" every rank has rows of
-its own, and a run is started again on the same number of ranks. Of a sharded network every rank
-writes one line for each of its rows.
+added up. Every release that rank 0 is about to make is first written to a log: its key and a
+digest of the sum. With "owned" every rank has rows of its own, and a run is started again on the
+same number of ranks. Of a sharded network every rank writes one line for each of its rows.
 """
 
 import hashlib
