@@ -195,9 +195,6 @@ def fit(
             return rows if units is None else rows.by_unit(owners)
 
         rows = over_ranks(group, data, size, on_bad_rows, own_rows)
-        held = rows.rows if isinstance(rows, RankRows) else rows
-        if isinstance(parts, Sharding) and held.x is None:
-            alone(group, "data that is read batch by batch", sharded=True)
         rows.check_batches(settled.sampler.most(0))
         watch.check()
         problem = Problem(

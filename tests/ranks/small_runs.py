@@ -7,6 +7,7 @@ import signal
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 import dpbnn
 from dpbnn.methods.sgd import SGDProcess
@@ -28,6 +29,19 @@ def dataset(n=N):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(n, 4, generator=generator)
     return x, torch.randint(0, 3, (n,), generator=generator)
+
+
+class Pairs(Dataset):
+    """Code of the user's, which is run for each record of a batch."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, number):
+        return self.x[number], int(self.y[number])
 
 
 @functools.cache

@@ -7,9 +7,8 @@ import broken_versions as broken
 import pytest
 import torch
 from sharded_runs import fit as fit_sharded
-from small_runs import METHODS, N, dataset, network, plan
+from small_runs import METHODS, N, Pairs, dataset, network, plan
 from together import together
-from torch.utils.data import Dataset
 from twins import fails_on, twins_of
 
 import dpbnn
@@ -21,19 +20,6 @@ RECORD = 20  # of rank 1, where ranks own rows
 COUNTS = (17, 31)
 RELATIONS = ("zero-out", "replace-one", "add-remove")
 SAMPLINGS = ("poisson", "fixed-size", "partition", "full-batch")
-
-
-class Pairs(Dataset):
-    """Code of the user's, which is run for each record of a batch."""
-
-    def __init__(self, x, y):
-        self.x, self.y = x, y
-
-    def __len__(self):
-        return len(self.y)
-
-    def __getitem__(self, number):
-        return self.x[number], int(self.y[number])
 
 
 def plans():
@@ -107,11 +93,11 @@ def test_item_58_neighbours_of_all_plans_over_two_ranks(kind, names):
 @pytest.mark.parametrize("names", [("sgd", "sgld", "sghmc")], ids=["all"])
 def test_item_65_neighbours_of_all_plans_over_two_sharded_ranks(tmp_path, names):
     public = {key: chosen for key, chosen in plans().items() if key[0] != "add-remove"}
-    cases = list(itertools.product(names, public.items(), (None, 3)))
+    cases = list(itertools.product(names, public.items(), (("whole", None), ("streamed", 3))))
 
     def work(rank):
         left, folders = [], iter(tmp_path / f"{number}" for number in range(10**4))
-        for name, ((relation, _), chosen), size in cases:
+        for name, ((relation, _), chosen), (kind, size) in cases:
 
             def run(data, name=name, chosen=chosen, size=size):
                 method = METHODS[name]
@@ -125,7 +111,7 @@ def test_item_65_neighbours_of_all_plans_over_two_sharded_ranks(tmp_path, names)
                     parts["iterates"] = parts["iterates"].read(range(3))
                 return parts, posterior.privacy.to_dict()
 
-            data, other = neighbours(relation)
+            data, other = (part and given(kind, rank, part) for part in neighbours(relation))
             neighbour = RECORD if other is None else other
             left.append(dpbnn.replay(run, data, neighbour, trace=False))
         return left
