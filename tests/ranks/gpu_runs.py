@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dpbnn
-from dpbnn import checkpoint
+from dpbnn import checkpoint, training
 from dpbnn.methods.sgd import SGDProcess
 from dpbnn.privacy.noise import NoiseSource
 
@@ -134,19 +134,21 @@ def traced(rank, runs, folder):
         if options.get("sharded"):
             posterior.save(folder / f"saved {number}")
         else:
-            posterior_numbers = numbers(posterior).cpu()
+            posterior_numbers = numbers(posterior)
         left.append((noise, posterior_numbers, posterior.privacy.to_dict()))
     return left
 
 
 def one_of(rank, runs, folder):
-    """The same without any group, each in a folder of its own."""
-    return traced(rank, runs, folder / "alone")
+    """The same without any group, and operation by operation, as ranks do it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training._Run, "_captured", lambda self: None)
+        return traced(rank, runs, folder)
 
 
 def killed_at(rank, folder, sharded, exact):
     """Train, and let rank 1 be killed after step 4; checkpoints come after steps 2 and 4."""
-    torch.use_deterministic_algorithms(exact)
+    repeating(exact)
     update = SGDProcess.update
 
     def dying(self, state, release):
@@ -161,13 +163,19 @@ def killed_at(rank, folder, sharded, exact):
         fit(sharded=sharded, out=folder, checkpoint_every=2)
 
 
+def repeating(exact):
+    """Let torch repeat sums bit for bit, if so; cuBLAS reads its setting when it begins."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(exact)
+
+
 def fixed_keys():
     return checkpoint.Keys("name", *(bytes([i]) * 32 for i in range(3)))
 
 
 def gone_on(rank, folder, saved, sharded, exact, resume):
     """Train to the end, and save; without `resume` from the start, with the same keys."""
-    torch.use_deterministic_algorithms(exact)
+    repeating(exact)
     with pytest.MonkeyPatch.context() as patch:
         if not resume:
             patch.setattr(checkpoint.Keys, "new", classmethod(lambda cls: fixed_keys()))
@@ -192,7 +200,7 @@ def opened(rank, sharded, saved):
     free = dpbnn.open_plan(n=N, batch_size=12, steps=STEPS)
     posterior = fit(sharded=sharded, plan=free, debug_seed=3)
     if not sharded:
-        return numbers(posterior).cpu()
+        return numbers(posterior)
     posterior.save(saved)
     return None
 

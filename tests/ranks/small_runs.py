@@ -69,7 +69,7 @@ def numbers(posterior):
         held = part.read(list(range(len(part)))) if hasattr(part, "read") else part
         held = held.values() if isinstance(held, dict) else [held]
         parts += [value for value in held if isinstance(value, torch.Tensor)]
-    return torch.cat([part.double().flatten() for part in parts])
+    return torch.cat([part.double().flatten().cpu() for part in parts])
 
 
 def stopped(rank, name="sgd", fit=fit, at=4, **options):

@@ -99,9 +99,8 @@ def test_without_noise_a_mesh_of_gpus_ends_where_the_cpu_ends(tmp_path):
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_rank_on_a_gpu_is_killed_and_the_run_goes_on(monkeypatch, tmp_path, sharded, exact):
+def test_a_rank_on_a_gpu_is_killed_and_the_run_goes_on(tmp_path, sharded, exact):
     """Sums of a GPU may differ when made again: steps get new noise, unless torch repeats them."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     run, whole = tmp_path / "run", tmp_path / "whole"
     left = together(2, gpu_runs.killed_at, run, sharded, exact, killed=True)
     assert left[1] is None, left[1]
