@@ -1667,8 +1667,8 @@ def every_rank_draws_noise_of_its_own(patch: Patch) -> None:
 
 def ranks_noise_their_rows_from_the_same_place(patch: Patch) -> None:
     """Ranks forget where their rows begin, so that rows share their noise."""
-    starts = slices.Slices.starts
-    patch.setattr(slices.Slices, "starts", lambda self: starts(dataclasses.replace(self, rank=0)))
+    places = slices.Slices.places
+    patch.setattr(slices.Slices, "places", lambda self: places(dataclasses.replace(self, rank=0)))
 
 
 def norms_are_of_the_own_rows(patch: Patch) -> None:

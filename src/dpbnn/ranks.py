@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import pickle
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from dpbnn.methods.state import State, flat
 from dpbnn.privacy.checks import check_one_process
 from dpbnn.privacy.group import Group
 
-__all__ = ["SHARDS", "Ranks", "check_same_state", "in_step", "joined", "of_mesh"]
+__all__ = ["SHARDS", "Ranks", "check_same_state", "in_step", "joined"]
 
 SHARDS = 4  # of a batch, for up to as many ranks: their number can change when a run is resumed
 _PIECE = 1 << 24  # bytes of a file that are sent at once
@@ -63,16 +64,18 @@ class Ranks(Group):
 
     def gather(self, values: Tensor) -> Tensor:
         """Return the values of all ranks, rank by rank."""
-        found = [torch.empty_like(values) for _ in range(self.size)]
-        dist.all_gather(found, values, group=self.transport)
-        return torch.stack(found)
+        sent = values.cpu()
+        found = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(found, sent, group=self.transport)
+        return torch.stack(found).to(values.device)
 
     def scatter(self, values: Tensor) -> Tensor:
         """Return this rank's rows of the sum over ranks; all have equally many."""
-        own = torch.empty_like(values[: len(values) // self.size])
+        sent = values.cpu()
+        own = torch.empty_like(sent[: len(sent) // self.size])
         scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # torch 2.13
-        scatter(own, values, group=self.transport)
-        return own
+        scatter(own, sent, group=self.transport)
+        return own.to(values.device)
 
     def copy_file(self, path: Path) -> None:
         """Write the file of rank 0 to a path of every other rank's own."""
@@ -143,9 +146,14 @@ def _sendable(error: Exception) -> Exception:
     return error
 
 
-def of_mesh(mesh: Any) -> Ranks:
-    """Return the ranks of a one-dimensional device mesh; it lasts as long as the mesh."""
-    return Ranks(mesh.get_local_rank(), mesh.size(), SHARDS, mesh.get_group())
+def _timeout() -> timedelta | None:
+    """Return how long the default group waits on the CPU, where that can be known."""
+    whole: Any = dist.group.WORLD
+    cpu = torch.device("cpu")
+    options = (
+        getattr(whole._get_backend(cpu), "options", None) if cpu in whole._device_types else None
+    )
+    return getattr(options, "_timeout", None)
 
 
 @contextlib.contextmanager
@@ -162,7 +170,9 @@ def joined() -> Iterator[Group]:
         dist.init_process_group("gloo")
     size = dist.get_world_size()
     shards = max(SHARDS, 1 << (size - 1).bit_length())
-    group = Ranks(dist.get_rank(), size, shards, dist.new_group(backend="gloo"))
+    transport = dist.new_group(backend="gloo", timeout=_timeout())
+    group = Ranks(dist.get_rank(), size, shards, transport)
+    del transport
     try:
         dist.barrier(group.transport)  # a rank that leaves at once would break others' connecting
         yield group

@@ -98,7 +98,8 @@ class RowFiles:
             if parameter is None or slices.shapes[parameter] != about.size:
                 raise KeyError(name)
             rows = slices.rows(parameter)[1], *about.size[1:]
-            found[name] = torch.empty(rows, dtype=about.properties.dtype)
+            kind = self.sharding.mesh.device_type
+            found[name] = torch.empty(rows, dtype=about.properties.dtype, device=kind)
         whole = {name: self._spread(name, rows) for name, rows in found.items()}
         load(whole, storage_reader=reader, process_group=self._transport)
         self.pointer = {name: pointer[name] for name in (_FOLDER, _FOUND)}

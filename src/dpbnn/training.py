@@ -28,7 +28,7 @@ from dpbnn.methods.watch import Watch, taken
 from dpbnn.mixtures import GaussianMixture, checked_points
 from dpbnn.networks import LearnedNoise, training_mode
 from dpbnn.networks.inputs import arguments, each
-from dpbnn.networks.sharded import Sharding, is_sharded, parts_of
+from dpbnn.networks.sharded import Sharding, is_sharded, moved, parts_of
 from dpbnn.open_training import OpenRun
 from dpbnn.posteriors import Posterior
 from dpbnn.posteriors.evaluate import unfused_attention
@@ -44,7 +44,7 @@ from dpbnn.privacy.statement import PrivacyStatement
 from dpbnn.privacy.units import by_unit as counted_by
 from dpbnn.progress import shows_progress
 from dpbnn.rank_rows import RankRows, over_ranks
-from dpbnn.ranks import joined, of_mesh
+from dpbnn.ranks import joined
 from dpbnn.resume import FAILED, Run
 from dpbnn.rows import Rows, StreamedRows, checked_rows
 from dpbnn.threads import threads, threads_for
@@ -162,8 +162,7 @@ def fit(
             check_sharded(method, plan, folder, bool(observers) or units is not None)
         if not method.over_ranks or observers:
             group = alone(group, type(method).__name__ if not observers else "observers=")
-        if device is not None:
-            network = network.to(device)
+        network = moved(network, device)
         learned = None if method.own_noise else likelihoods.full(likely).with_learned_noise()
         if learned is not None:
             network, likely = _learned_noise(network, getattr(learned, "start", 0.0)), learned
@@ -172,7 +171,7 @@ def fit(
             data = checked_points(data, network, on_bad_rows, hidden)
             likely = likelihoods.Mixture()
         network = method.prepared(network)
-        parts = stack.enter_context(parts_of(network, group, of_mesh))
+        parts = stack.enter_context(parts_of(network, group, joined))
         watch = Watch(network, likely, parts.shell())
         place = next(network.parameters()).device
         size = plan.n if plan.relation.public_size else None
@@ -195,9 +194,6 @@ def fit(
             return rows if units is None else rows.by_unit(owners)
 
         rows = over_ranks(group, data, size, on_bad_rows, own_rows)
-        held = rows.rows if isinstance(rows, RankRows) else rows
-        if isinstance(parts, Sharding) and held.x is None:
-            alone(group, "data that is read batch by batch", sharded=True)
         rows.check_batches(settled.sampler.most(0))
         watch.check()
         problem = Problem(

@@ -3,6 +3,7 @@
 Without a GPU the torch operations are tested on the CPU; with one, the kernel against them.
 """
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +13,9 @@ from torch import nn
 
 import dpbnn
 from dpbnn.contributions import rounding, tiles
-from dpbnn.privacy import chacha, fused
+from dpbnn.privacy import chacha, fused, slices
 from dpbnn.privacy.grid import spacing
-from dpbnn.privacy.noise import NoiseSource
+from dpbnn.privacy.noise import NoiseSource, Places
 
 CPU = torch.device("cpu")
 KEY, F32 = bytes(range(32)), torch.float32
@@ -169,3 +170,44 @@ def test_noise_of_many_tensors_is_that_of_their_buffer():
     fresh = NoiseSource()
     fresh.add(views, 1.0)
     assert "ChaCha20" in fresh.source
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=gpu)])
+def test_pieces_get_the_noise_that_they_would_get_in_the_whole(monkeypatch, device):
+    """Pieces that begin and end anywhere, one of them empty, one within a tile."""
+    monkeypatch.setattr(chacha, "_TOGETHER", 2 * chacha.TILE)
+    sums = torch.randn(9000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole = noised(sums.to(device))
+    cuts = [0, 5, 5, 1024, 1030, 1040, 5000, 9000]
+    for first, end in itertools.pairwise(cuts):
+        if first == end:
+            continue
+        piece = noised(sums[first:end].to(device), first=first)
+        assert torch.equal(piece, whole[first:end])
+    with pytest.raises(ValueError, match="positions"):
+        chacha.add_noise(torch.zeros(5), 1.0, F32, KEY, first=2**35)
+
+
+@gpu
+def test_a_source_on_a_gpu_adds_to_pieces_what_it_adds_to_the_whole():
+    shapes = {"a": (7, 300), "b": (5,), "c": (3, 2000)}
+    sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+    zeros = {n: torch.zeros(s, device="cuda", dtype=torch.float64) for n, s in shapes.items()}
+    NoiseSource.from_key(KEY, 3).add(zeros, 1.3, F32)
+    for rank in range(3):
+        own = slices.Slices({n: torch.Size(s) for n, s in shapes.items()}, rank, 3)
+        rows = {n: torch.zeros_like(own.own(n, value)) for n, value in zeros.items()}
+        slices.PartOfNoise(NoiseSource.from_key(KEY, 3), own).add(rows, 1.3, F32)
+        assert all(torch.equal(rows[n], own.own(n, value)) for n, value in zeros.items())
+    assert sum(sizes.values()) == sum(value.count_nonzero() for value in zeros.values())
+
+
+def test_pieces_of_one_release_have_one_device_and_one_std():
+    places = Places({"a": 0, "b": 2}, {"a": 5, "b": 5})
+    assert places.starts() == {"a": 0, "b": 7}
+    assert places.starts(8) == {"a": 0, "b": 10}
+    pieces = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    for std, other in (({"a": 1.0, "b": 2.0}, "cpu"), (1.0, "meta")):
+        given = {**pieces, "b": pieces["b"].to(other)}
+        with pytest.raises(ValueError, match="pieces of a release have one"):
+            NoiseSource().add(given, std, at=places)

@@ -4,6 +4,7 @@ Triton's interpreter runs a kernel's own code on the CPU, block by block. It doe
 compiler does with it; on a GPU the same tests do. Without Triton all of this is skipped.
 """
 
+import itertools
 import os
 
 import numpy as np
@@ -74,6 +75,16 @@ def test_noise_is_that_of_the_torch_operations(dtype, grid, size):
     assert steps.max() <= 1
     assert (steps > 0).double().mean() < 0.01
     assert (found.double() / g % 1 == 0).all()
+
+
+def test_the_noise_of_a_piece_is_that_of_the_whole():
+    whole = random(3 * chacha.TILE + 77, dtype=F64) * 30
+    pieces = whole.clone()
+    chacha.add_noise(whole, 2.6, F32, KEY, kernel=True)
+    cuts = [0, 5, chacha.TILE + 1, 2 * chacha.TILE, 2 * chacha.TILE + 300, len(whole)]
+    for first, end in itertools.pairwise(cuts):
+        chacha.add_noise(pieces[first:end], 2.6, F32, KEY, first=first, kernel=True)
+    assert torch.equal(pieces, whole)
 
 
 def test_noise_of_another_key_or_tile_is_another():

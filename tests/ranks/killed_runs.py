@@ -1,14 +1,16 @@
 """Runs over ranks that are killed at any moment and started again, on other numbers of ranks.
 
-    python tests/ranks/killed_runs.py 200 [seed] [owned | sharded]
+    PYTHONPATH=tests python tests/ranks/killed_runs.py 200 [seed] [owned | sharded]
+    PYTHONPATH=tests python tests/ranks/killed_runs.py 20 21-30 [owned | sharded]
 
-kills so many processes by SIGKILL and prints what was found. Every release that rank 0 is about to
-make is first written to a log: its key and a digest of the sum. With "owned" every rank has rows of
-its own, and a run is started again on the same number of ranks. Of a sharded network every rank
-writes one line for each of its rows.
+kills so many processes by SIGKILL and prints what was found; of several seeds side by side, and
+added up. Every release that rank 0 is about to make is first written to a log: its key and a
+digest of the sum. With "owned" every rank has rows of its own, and a run is started again on the
+same number of ranks. Of a sharded network every rank writes one line for each of its rows.
 """
 
 import hashlib
+import multiprocessing
 import os
 import random
 import signal
@@ -16,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -181,10 +184,19 @@ def killed(kills, seed, folder, owned=False, spread=False):
     return Counter({"kills": dead, "runs": run}) + found
 
 
-if __name__ == "__main__":
+def of_seed(kills, seed, *kinds):
+    """The same in a folder of its own."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
-        begin = time.monotonic()
-        kills, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-        print(killed(kills, seed, Path(name), "owned" in sys.argv, "sharded" in sys.argv))
-        print(f"{time.monotonic() - begin:.0f} s; every group within {DEADLINE:.0f} s")
+        return killed(kills, seed, Path(name), "owned" in kinds, "sharded" in kinds)
+
+
+if __name__ == "__main__":
+    begin = time.monotonic()
+    kills, seeds, *kinds = sys.argv[1:] if len(sys.argv) > 2 else [sys.argv[1], "0"]
+    first, _, last = seeds.partition("-")
+    chosen = range(int(first), int(last or first) + 1)
+    with ProcessPoolExecutor(len(chosen), multiprocessing.get_context("fork")) as pool:
+        each = [pool.submit(of_seed, int(kills), seed, *kinds) for seed in chosen]
+        print(sum((one.result() for one in each), Counter()))
+    print(f"{time.monotonic() - begin:.0f} s; every group within {DEADLINE:.0f} s")

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 import dpbnn
 from dpbnn.methods.sgd import SGDProcess
@@ -28,6 +29,19 @@ def dataset(n=N):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(n, 4, generator=generator)
     return x, torch.randint(0, 3, (n,), generator=generator)
+
+
+class Pairs(Dataset):
+    """Code of the user's, which is run for each record of a batch."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, number):
+        return self.x[number], int(self.y[number])
 
 
 @functools.cache
@@ -55,7 +69,7 @@ def numbers(posterior):
         held = part.read(list(range(len(part)))) if hasattr(part, "read") else part
         held = held.values() if isinstance(held, dict) else [held]
         parts += [value for value in held if isinstance(value, torch.Tensor)]
-    return torch.cat([part.double().flatten() for part in parts])
+    return torch.cat([part.double().flatten().cpu() for part in parts])
 
 
 def stopped(rank, name="sgd", fit=fit, at=4, **options):

@@ -10,10 +10,12 @@ import broken_versions as broken
 import numpy as np
 import pytest
 import torch
-from small_runs import METHODS, STEPS, N, dataset, fit, network, numbers, plan, stopped
+from small_runs import METHODS, STEPS, N, Pairs, dataset, fit, network, numbers, plan, stopped
 from test_ranks import SETTINGS, check_one_run, refusals, traced
 from together import together
-from torch.utils.data import Dataset
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from twins import fails_on, twins_of
 
 import dpbnn
@@ -23,17 +25,6 @@ from dpbnn.privacy.group import Group
 from dpbnn.privacy.ledger import Ledger
 
 UNEVEN = {2: (17, 31), 3: (40, 0, 8)}
-
-
-class Pairs(Dataset):
-    def __init__(self, x, y):
-        self.x, self.y = x, y
-
-    def __len__(self):
-        return len(self.y)
-
-    def __getitem__(self, number):
-        return self.x[number], int(self.y[number])
 
 
 def own(rank, counts, kind="tensors", folder=None, data=None):
@@ -107,6 +98,50 @@ def test_rows_that_are_read_batch_by_batch(kind, on_bad_rows, tmp_path):
     check_one_run(alone, owned, 1e-5)
     check_one_run(alone, ranks, 1e-5)
     assert torch.equal(ranks[0][1], whole[0][1])
+
+
+class Two(nn.Module):
+    """A network of two inputs, which are given by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(2, 3), nn.Linear(2, 3)
+
+    def forward(self, first, second):
+        return self.left(first) + self.right(second)
+
+
+class Named(Pairs):
+    def __getitem__(self, number):
+        return {"first": self.x[number, :2], "second": self.x[number, 2:]}, int(self.y[number])
+
+
+def spread_two():
+    return fully_shard(Two(), mesh=init_device_mesh("cpu", (2,)))
+
+
+def test_inputs_by_name_over_ranks(tmp_path):
+    """All rows on every rank, each rank's own, records of a dataset; sharded too."""
+    x, y = dataset()
+    whole = {"first": x[:, :2], "second": x[:, 2:]}, y
+    settings = {"method": METHODS["sgd"], "plan": plan(), "debug_seed": 3, "progress": False}
+
+    def work(rank):
+        mine = slice(0, 17) if rank == 0 else slice(17, None)
+        owned = {name: part[mine] for name, part in whole[0].items()}, y[mine]
+        kinds = [whole, dpbnn.DataSource(owned, owned=True), Named(x, y)]
+        left = [numbers(dpbnn.fit(Two, data, **settings)) for data in kinds]
+        dpbnn.fit(spread_two, whole, **settings).save(tmp_path / "saved")
+        return left
+
+    first, second = together(2, work)
+    assert isinstance(first, list), first
+    alone = numbers(dpbnn.fit(Two, whole, **settings))
+    for one, two in zip(first, second, strict=True):
+        assert torch.equal(one, two)
+        assert torch.allclose(one, alone, rtol=0, atol=1e-5)
+    spread = numbers(dpbnn.load(tmp_path / "saved", Two()))
+    assert torch.allclose(spread, alone, rtol=0, atol=1e-5)
 
 
 def test_bad_rows_of_an_owner_contribute_nothing():

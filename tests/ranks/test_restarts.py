@@ -2,17 +2,20 @@
 
 import os
 import signal
+import time
 
 import broken_versions as broken
 import pytest
 import torch
-from killed_runs import WRONG, killed, trouble
+from killed_runs import STEPS as MANY
+from killed_runs import WRONG, killed, trouble, worker
 from small_runs import STEPS, fit, numbers, plan, stopped
-from together import together
+from together import DEADLINE, begun, ended, together
 from twins import fails_on, twins_of
 
 from dpbnn import checkpoint, resume
 from dpbnn.methods.sgd import SGDProcess
+from dpbnn.methods.sgld import LangevinProcess
 from dpbnn.privacy.ledger import Ledger
 
 
@@ -97,6 +100,47 @@ def test_a_few_kills(owned, tmp_path):
     found = killed(3, 1, tmp_path, owned)
     assert found["kills"] >= 3
     assert not any(found[name] for name in WRONG), found
+
+
+def standing_still(folder, which, at=7):
+    """Return what one rank does, of which one stands still after some step, until it is woken."""
+    work = worker(folder, b"12345678")
+
+    def stopping(rank):
+        update = LangevinProcess.update
+
+        def stopped_once(self, state, release):
+            state = update(self, state, release)
+            if rank == which and state.steps == at:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return state
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LangevinProcess, "update", stopped_once)
+            return work(rank)
+
+    return stopping
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rank_that_others_do_not_reach_ends_the_run_on_both_sides(tmp_path, which):
+    """As if the network were cut in two: one side stands still, and wakes up when all is over."""
+    group, other = tmp_path / "group", f"{1 - which}.pickle"
+    children = begun(2, standing_still(tmp_path, which), group, patience=5.0)
+    deadline = time.monotonic() + DEADLINE
+    while not (group / other).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    again = begun(2, worker(tmp_path, b"12345678"), tmp_path / "again")
+    late = ended(again, tmp_path / "again")
+    os.kill(children[which], signal.SIGCONT)
+    assert all(isinstance(left, Exception) for left in ended(children, group))
+    if which == 0:  # it has the folder as long as it lives
+        assert all("another process is at work in this folder" in str(left) for left in late), late
+        late = ended(begun(2, worker(tmp_path, b"12345678"), tmp_path / "last"), tmp_path / "last")
+    assert torch.equal(late[0][0], late[1][0])
+    assert not trouble(tmp_path).total()
+    assert late[0][1]["mechanisms"][0]["releases"] == MANY  # the same sums, with the same noise
 
 
 def test_what_the_kills_look_for_would_be_found(tmp_path):

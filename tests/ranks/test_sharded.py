@@ -5,12 +5,13 @@ import functools
 import shutil
 
 import broken_versions as broken
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from killed_runs import WRONG, killed
 from sharded_runs import at_once, each_on_ranks, encoder, fit, head_alone, mlp, sharded
-from small_runs import METHODS, STEPS, N, dataset, drawn_noise, numbers, plan, stopped
+from small_runs import METHODS, STEPS, N, Pairs, dataset, drawn_noise, numbers, plan, stopped
 from together import together
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -102,6 +103,22 @@ def test_other_plans_frozen_layers_bad_rows_and_tied_weights():
         check_one_run(unsharded(**alone), ranks)
     assert len(ranks[0][0]) == 4 * 4 + 4 + 4 + 3 * 4 + 3  # a tied weight counts once
     assert torch.allclose(opened[1], unsharded(**free)[1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("on_bad_rows", ["error", "zero"])
+def test_data_is_read_batch_by_batch(tmp_path, on_bad_rows):
+    """A memory map above the limit, and code of the user's for each record, with a worker."""
+    x, y = dataset()
+    np.save(tmp_path / "x.npy", x.numpy())
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    kinds = [
+        dpbnn.DataSource((mapped, y), memory=1000),
+        dpbnn.DataSource(Pairs(x, y), workers=1, fixed=True, memory=1000),
+    ]
+    chosen = plan(relation="replace-one", sampling="fixed-size")  # so that no batch is all records
+    run = {"plan": chosen, "debug_seed": 3, "on_bad_rows": on_bad_rows, "microbatch_size": 2}
+    for ranks in each_on_ranks(2, [{**run, "data": data} for data in kinds]):
+        check_one_run(unsharded(**run), ranks)
 
 
 @fails_on(65, broken.every_rank_charges)

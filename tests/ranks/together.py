@@ -22,8 +22,17 @@ for _name in ("torch._dynamo", "torch.distributed.checkpoint.hf_storage"):
 DEADLINE = 120.0  # seconds; a group takes about one
 
 
-def begun(size: int, work: Callable[[int], Any], folder: Path, backend: str = "gloo") -> list[int]:
-    """Fork processes of one group; each leaves what its work returned, or raised, in the folder."""
+def begun(
+    size: int,
+    work: Callable[[int], Any],
+    folder: Path,
+    backend: str = "gloo",
+    patience: float = DEADLINE / 2,
+) -> list[int]:
+    """Fork processes of one group; each leaves what its work returned, or raised, in the folder.
+
+    They wait for each other as many seconds as their patience lasts.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     children = []
     for rank in range(size):
@@ -34,7 +43,7 @@ def begun(size: int, work: Callable[[int], Any], folder: Path, backend: str = "g
                 store = dist.FileStore(str(folder / "store"), size)
                 dist.init_process_group(
                     backend, store=store, rank=rank, world_size=size,
-                    timeout=timedelta(seconds=DEADLINE / 2),
+                    timeout=timedelta(seconds=patience),
                 )  # fmt: skip
                 try:
                     left: Any = work(rank)

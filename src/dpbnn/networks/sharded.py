@@ -21,8 +21,9 @@ from dpbnn.privacy.group import Group
 from dpbnn.privacy.module_state import origin
 from dpbnn.privacy.slices import Slices
 
-__all__ = ["Sharding", "Whole", "is_sharded", "local", "parts_of"]
+__all__ = ["Sharding", "Whole", "is_sharded", "local", "moved", "parts_of"]
 
+Joined = Callable[[], contextlib.AbstractContextManager[Group]]
 _STATE = "__composable_api_state_key"  # how the attributes begin that `fully_shard` adds
 _HOOKS = (
     "_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_state_dict_hooks",
@@ -40,6 +41,20 @@ def local(parameter: Tensor) -> Tensor:
     """Return this rank's rows of a parameter, which share its memory; a plain one as it is."""
     own: Tensor = getattr(parameter, "_local_tensor", parameter)  # the same object in every call
     return own
+
+
+def moved(network: nn.Module, device: torch.device | str | None) -> nn.Module:
+    """Return a network on a device, if one is given; a sharded one has to be there already."""
+    if device is None or not is_sharded(network):
+        return network if device is None else network.to(device)
+    kinds = {parameter.device.type for parameter in network.parameters()}
+    if kinds != {torch.device(device).type}:
+        raise ValueError(
+            f"device={str(device)!r}: the parameters of a sharded network are where its mesh is, "
+            f"and these are on {', '.join(sorted(kinds))}; leave device out, and give "
+            f"init_device_mesh the device"
+        )
+    return network
 
 
 class Whole:
@@ -100,18 +115,18 @@ class _Runnable(nn.Module):
 
 
 @contextlib.contextmanager
-def parts_of(network: nn.Module, group: Group, lasting: Callable[[Any], Group]) -> Iterator[Whole]:
+def parts_of(network: nn.Module, group: Group, joined: Joined) -> Iterator[Whole]:
     """Give how a network is run; afterwards a sharded one is again what `fully_shard` has made.
 
     Args:
         network: any one.
         group: the ranks.
-        lasting: see `Sharding`.
+        joined: see `Sharding`.
     """
     if not is_sharded(network):
         yield Whole()
         return
-    sharding = Sharding(network, group, lasting)
+    sharding = Sharding(network, group, joined)
     try:
         yield sharding
     finally:
@@ -125,11 +140,11 @@ class Sharding(Whole):
         network: its trainable parameters have rows on all ranks. From now on, and until `close`,
             it looks like a plain one outside `gathered`.
         group: the ranks.
-        lasting: gives a group of them that outlives the run, of a mesh.
+        joined: gives a group of them after the run, which lasts as long as a block.
     """
 
-    def __init__(self, network: nn.Module, group: Group, lasting: Callable[[Any], Group]) -> None:
-        self.network, self.group, self._lasting = network, group, lasting
+    def __init__(self, network: nn.Module, group: Group, joined: Joined) -> None:
+        self.network, self.group, self.joined = network, group, joined
         named = {n: p for n, p in network.named_parameters() if p.requires_grad}
         self._check(named)
         self.slices = Slices({n: p.shape for n, p in named.items()}, group.rank, group.size)
@@ -146,6 +161,7 @@ class Sharding(Whole):
                 "model: its parameters are DTensors, and fully_shard was not called on it; tensor "
                 "parallelism is not supported, use torch.distributed.fsdp.fully_shard"
             )
+        plain: list[tuple[str, str]] = []
         for name, parameter in self.network.named_parameters():
             if not isinstance(parameter, DTensor):
                 if parameter.requires_grad:
@@ -153,17 +169,25 @@ class Sharding(Whole):
                         f"model: {name!r} is trained and not sharded, while others are; call "
                         f"fully_shard on the whole network too, or freeze it"
                     )
+                plain.append((name, parameter.device.type))
                 continue
             mesh = parameter.device_mesh
-            if mesh.size() != self.group.size or mesh.ndim != 1 or mesh.device_type != "cpu":
+            size, kind = self.group.size, mesh.device_type
+            if mesh.size() != size or mesh.ndim != 1 or kind not in ("cpu", "cuda"):
                 raise ValueError(
-                    f"model: {name!r} is sharded over {mesh}; use one mesh of all "
-                    f"{self.group.size} ranks, init_device_mesh('cpu', ({self.group.size},))"
+                    f"model: {name!r} is sharded over {mesh}; use one mesh of all {size} ranks, "
+                    f"init_device_mesh('cpu', ({size},)) or init_device_mesh('cuda', ({size},))"
                 )
             if tuple(parameter.placements) != (Shard(0),):
                 raise ValueError(
                     f"model: {name!r} is placed as {parameter.placements}; leave "
                     f"shard_placement_fn out of fully_shard"
+                )
+        for name, place in plain:
+            if place != kind:
+                raise ValueError(
+                    f"model: {name!r} is on {place}, and others are sharded over a mesh of {kind}; "
+                    f"move the network there before fully_shard"
                 )
         for module in self.network.modules():
             if isinstance(module, FSDPModule):
@@ -178,10 +202,6 @@ class Sharding(Whole):
     def mesh(self) -> Any:
         """The ranks, as torch's tensors know them."""
         return next(p for p in self.network.parameters() if hasattr(p, "device_mesh")).device_mesh
-
-    def lasting_group(self) -> Group:
-        """Return a group of the same ranks that outlives the run."""
-        return self._lasting(self.mesh)
 
     def shell(self) -> nn.Module:
         """Return a copy of the network in which sharded parameters have a shape and no values."""
@@ -204,7 +224,7 @@ class Sharding(Whole):
         for name, parameter in self.network.named_parameters():
             if hasattr(parameter, "to_local") and not parameter.requires_grad:
                 value: Any = parameter
-                whole = value.full_tensor().contiguous().view(torch.uint8).numpy()
+                whole = value.full_tensor().cpu().contiguous().view(torch.uint8).numpy()
                 found[name] = hashlib.sha256(whole.data).hexdigest()
         return found
 

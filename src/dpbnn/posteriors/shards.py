@@ -80,7 +80,7 @@ class ShardedPosterior(Posterior):
     def __init__(self, whole: Posterior, sharding: Sharding, averages: dict[str, Tensor]) -> None:
         self.whole, self.model, self.likelihood = whole, whole.model, whole.likelihood
         self.privacy, self.prior, self.settings = whole.privacy, whole.prior, whole.settings
-        self._group, self._slices = sharding.lasting_group(), sharding.all_slices()
+        self._joined, self._slices = sharding.joined, sharding.all_slices()
         network = sharding.network
         held = {
             name: local(p) for name, p in network.named_parameters() if name in self._slices.shapes
@@ -110,9 +110,14 @@ class ShardedPosterior(Posterior):
         """
         tensors = architecture.named_tensors(self.model)
         header, begins, size = _laid_out(tensors)
-        with contextlib.ExitStack() as stack:
+        with self._joined() as group, contextlib.ExitStack() as stack:
+            if (group.rank, group.size) != (self._slices.rank, self._slices.size):
+                raise RuntimeError(
+                    f"rank {self._slices.rank} of {self._slices.size} holds these rows, and this "
+                    f"is rank {group.rank} of {group.size}; save before the process group ends"
+                )
             place = new_folder(Path(folder), "posterior", overwrite=overwrite)
-            partial = self._group.first(lambda: stack.enter_context(place))
+            partial = group.first(lambda: stack.enter_context(place))
             path = partial / folders.MODEL
 
             def begin() -> None:
@@ -124,9 +129,9 @@ class ShardedPosterior(Posterior):
                         if name not in self._rows:
                             put(file, _bytes(value), begins[name])
 
-            self._group.first(begin)
+            group.first(begin)
             failed = self._write_rows(path, begins)
-            ranks = self._group.gather(torch.tensor(failed is not None))
+            ranks = group.gather(torch.tensor(failed is not None))
             if ranks.any():
                 raise failed or OSError(f"{path}: rank {int(ranks.int().argmax())} cannot write it")
 
@@ -135,7 +140,7 @@ class ShardedPosterior(Posterior):
                 folders.write_record(self.whole, partial)
                 stack.close()
 
-            self._group.first(end)
+            group.first(end)
 
     def _write_rows(self, path: Path, begins: dict[str, int]) -> OSError | None:
         try:

@@ -64,7 +64,13 @@ def shared_flat(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def add_noise(
-    flat: Tensor, std: float, dtype: torch.dtype, key: bytes, *, kernel: bool | None = None
+    flat: Tensor,
+    std: float,
+    dtype: torch.dtype,
+    key: bytes,
+    *,
+    first: int = 0,
+    kernel: bool | None = None,
 ) -> None:
     """Replace a flat tensor by itself plus N(0, std^2), both rounded to the grid of `dtype`.
 
@@ -72,7 +78,8 @@ def add_noise(
         flat: float32 or float64, contiguous.
         std: above 0.
         dtype: of the grid.
-        key: 32 bytes, for this tensor alone.
+        key: 32 bytes, for this tensor alone, or for the one that it is a piece of.
+        first: position of the first number, where the tensor is a piece of a longer one.
         kernel: whether to use Triton; by default where it is installed.
     """
     if flat.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -80,19 +87,21 @@ def add_noise(
             "noise cannot be part of a CUDA graph: every replay would add the same; release "
             "between the graphs"
         )
-    _check_length(-(-flat.numel() // TILE) * _LANES)
+    tiles = -(-(first + flat.numel()) // TILE) - first // TILE
+    _check_length((first // TILE + tiles) * _LANES)
     g = spacing(std, dtype)
     if (flat.is_cuda and triton_kernels() is not None) if kernel is None else kernel:
         words = struct.unpack("<8i", key)
         bits = [struct.unpack("<q", struct.pack("<d", value))[0] for value in (std / g, 1 / g, g)]
         with on_device(flat.device):
-            launch = triton_kernels().add_kernel[(-(-flat.numel() // TILE),)]
-            launch(flat, flat.numel(), *words, *bits, LANES=_LANES)
+            launch = triton_kernels().add_kernel[(tiles,)]
+            launch(flat, flat.numel(), first, *words, *bits, LANES=_LANES)
         return
-    for start in range(0, flat.numel(), _TOGETHER):
-        part = flat[start : start + _TOGETHER]
-        noise = normals(key, start, len(part), flat.device)
-        add_on_grid(part, noise.mul_(std / g), g)
+    end = first + flat.numel()
+    for tile in range(first // TILE * TILE, end, _TOGETHER):
+        start, stop = max(first, tile), min(end, tile + _TOGETHER)
+        noise = normals(key, tile, stop - tile, flat.device)[start - tile :]
+        add_on_grid(flat[start - first : stop - first], noise.mul_(std / g), g)
 
 
 def normals(key: bytes, start: int, count: int, device: torch.device) -> Tensor:

@@ -25,12 +25,13 @@ def _quarter(a, b, c, d):
 @triton.jit
 def _put(sums, at, size, noise, inverse, g):
     """Round sum and noise to the grid, and add them."""
-    own = tl.load(sums + at, mask=at < size, other=0.0)
+    here = (at >= 0) & (at < size)
+    own = tl.load(sums + at, mask=here, other=0.0)
     scaled = own.to(tl.float64) * inverse
     whole = tl.where(scaled < 0, tl.ceil(scaled), tl.floor(scaled))
     total = (whole + tl.floor(noise)).to(own.dtype).to(tl.float64) * g
     total = tl.where(total == 0, 0.0, total)  # takes the sign off a zero
-    tl.store(sums + at, total.to(own.dtype), mask=at < size)
+    tl.store(sums + at, total.to(own.dtype), mask=here)
 
 
 @triton.jit
@@ -48,17 +49,20 @@ def _pair(
 
 
 @triton.jit(
-    do_not_specialize=["size", "k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7", "s", "i", "p"]
-)
+    do_not_specialize=[
+        "size", "first", "k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7", "s", "i", "p",
+    ]
+)  # fmt: skip
 def add_kernel(
-    sums, size, k0, k1, k2, k3, k4, k5, k6, k7,
+    sums, size, first, k0, k1, k2, k3, k4, k5, k6, k7,
     s, i, p, LANES: tl.constexpr,
 ):  # fmt: skip
     """Add the noise of one tile of positions; see `dpbnn.privacy.chacha.add_noise`.
 
-    s, i and p are the bits of three float64: the standard deviation in steps, 1 / g and g.
+    s, i and p are the bits of three float64: the standard deviation in steps, 1 / g and g. `first`
+    is the position of the first sum.
     """
-    tile = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(0).to(tl.int64) + first // (8 * LANES)
     lane = tl.arange(0, LANES)
     zero = tl.zeros((LANES,), tl.uint32)
     counter = zero + (tile * LANES + lane).to(tl.uint32)
@@ -87,7 +91,7 @@ def add_kernel(
     steps = s.to(tl.float64, bitcast=True)
     inverse = i.to(tl.float64, bitcast=True)
     g = p.to(tl.float64, bitcast=True)
-    at = tile * (8 * LANES) + lane
+    at = tile * (8 * LANES) + lane - first
     _pair(sums, at, size, x0, x1, x2, x3, steps, inverse, g, LANES)
     _pair(sums, at + 2 * LANES, size, x4, x5, x6, x7, steps, inverse, g, LANES)
     _pair(sums, at + 4 * LANES, size, x8, x9, x10, x11, steps, inverse, g, LANES)

@@ -14,6 +14,7 @@ other devices.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import secrets
@@ -21,12 +22,12 @@ import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from dpbnn.privacy.chacha import add_noise, flat_views, shared_flat
+from dpbnn.privacy.chacha import TILE, add_noise, flat_views, shared_flat
 from dpbnn.privacy.grid import spacing
 from dpbnn.privacy.keys import ratchet
 from dpbnn.privacy.stream import (
@@ -40,10 +41,33 @@ from dpbnn.privacy.stream import (
     word_bytes,
 )
 
-__all__ = ["NoiseSource"]
+__all__ = ["NoiseSource", "Places"]
 
 _KEY_BYTES = 32
 _DEBUG = b"dpbnn debug"  # how the key of a seeded source begins
+
+
+class Places(NamedTuple):
+    """Where the pieces of a release lie, of which each process adds the noise of its own.
+
+    Attributes:
+        first: number of a piece's first element within its tensor, by name.
+        sizes: elements of the whole tensors of the release, by name, in order.
+    """
+
+    first: Mapping[str, int]
+    sizes: Mapping[str, int]
+
+    def starts(self, multiple: int = 1) -> dict[str, int]:
+        """Return the position of every piece, where tensors begin at multiples of a number."""
+        rounded = (-(-size // multiple) * multiple for size in self.sizes.values())
+        pairs = zip(self.sizes, itertools.accumulate(rounded, initial=0), strict=False)
+        return {name: start + self.first[name] for name, start in pairs}
+
+    @property
+    def total(self) -> int:
+        """Elements of the release."""
+        return sum(self.sizes.values())
 
 
 def _cpu_bytes(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> dict[torch.dtype, int]:
@@ -227,7 +251,7 @@ class NoiseSource:
         tensors: Mapping[str, Tensor],
         std: float | Mapping[str, float],
         dtype: torch.dtype | None = None,
-        at: tuple[Mapping[str, int], int] | None = None,
+        at: Places | None = None,
     ) -> None:
         """Add N(0, std^2) to every element, in place and on the grid: one draw, one release.
 
@@ -236,8 +260,8 @@ class NoiseSource:
             std: One standard deviation for all, or one per name; with 0 nothing is rounded.
             dtype: What the noise is drawn in, and the grid follows; each tensor's own by default.
                 float32 noise for a float64 sum takes a third of the time.
-            at: where each tensor begins in the long vector of a release, and how long that is, if
-                the tensors are pieces of it; on the CPU.
+            at: where the tensors lie in a release, if they are pieces of it: they get the noise
+                that they would get in a call with all of it, on one device with one std.
         """
         _check(tensors)
         stds = dict.fromkeys(tensors, float(std)) if not isinstance(std, Mapping) else dict(std)
@@ -250,6 +274,9 @@ class NoiseSource:
             if value:
                 spacing(value, own)
                 spacing(value, dtype or own)
+        kinds = {(tensor.device, tensor.dtype, stds[name]) for name, tensor in tensors.items()}
+        if at is not None and len(kinds) > 1:
+            raise ValueError("std: pieces of a release have one, and one device and dtype")
         self._rekey_after_fork()
         with self._lock, torch.no_grad():
             sizes = _cpu_bytes(tensors.values(), dtype)
@@ -262,7 +289,10 @@ class NoiseSource:
                 for own in sizes:
                     part = {k: t for k, t in tensors.items() if own in (dtype, t.dtype)}
                     self._add_on_cpu(own, part, stds, drawn.get(own), at)
-                self._add_on_devices(tensors, stds, dtype)
+                if at is None:
+                    self._add_on_devices(tensors, stds, dtype)
+                else:
+                    self._add_pieces(tensors, stds, dtype, at)
             finally:
                 self._key = _later(self._key)
                 self._step += 1
@@ -282,14 +312,15 @@ class NoiseSource:
         tensors: Mapping[str, Tensor],
         stds: Mapping[str, float],
         drawn: Words | None,
-        at: tuple[Mapping[str, int], int] | None,
+        at: Places | None,
     ) -> None:
         own = {k: t for k, t in tensors.items() if t.device.type == "cpu"}
         flats = {name: tensor.reshape(-1) for name, tensor in own.items()}
         key = self._stream_key(str(dtype))
         if at is not None:
-            pieces = [(flat, stds[name], at[0][name]) for name, flat in flats.items()]
-            add_gaussian_at(pieces, at[1], dtype, key)
+            starts = at.starts()
+            pieces = [(flat, stds[name], starts[name]) for name, flat in flats.items()]
+            add_gaussian_at(pieces, at.total, dtype, key)
         else:
             pairs: list[tuple[Tensor, float | None]] = [(f, stds[n]) for n, f in flats.items()]
             add_gaussian(pairs, dtype, key, drawn)
@@ -318,6 +349,22 @@ class NoiseSource:
             self._used = "ChaCha20"
             if copies:
                 torch._foreach_copy_(alike, copies)
+
+    def _add_pieces(
+        self,
+        tensors: Mapping[str, Tensor],
+        stds: Mapping[str, float],
+        dtype: torch.dtype | None,
+        at: Places,
+    ) -> None:
+        """Add to pieces what `_add_on_devices` adds to whole tensors."""
+        key, starts = self._stream_key("chacha20 0", 32), at.starts(TILE)
+        for name, tensor in tensors.items():
+            if tensor.numel() and stds[name] and tensor.device.type != "cpu":
+                flat = tensor.reshape(-1)
+                add_noise(flat, stds[name], dtype or tensor.dtype, key, first=starts[name])
+                tensor.copy_(flat.view_as(tensor))
+                self._used = "ChaCha20"
 
     def _buffer(self, index: int, tensors: list[Tensor]) -> Tensor | None:
         """Return `shared_flat`, which is remembered for as long as the tensors are the same."""

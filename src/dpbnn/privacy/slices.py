@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dpbnn.privacy.contracts import Clippable
 from dpbnn.privacy.group import Shares
-from dpbnn.privacy.noise import NoiseSource
+from dpbnn.privacy.noise import NoiseSource, Places
 
 __all__ = ["PartOfNoise", "SlicedShares", "Slices"]
 
@@ -57,18 +57,10 @@ class Slices:
         """Return how many numbers a row has."""
         return math.prod(self.shapes[name][1:])
 
-    @property
-    def total(self) -> int:
-        """Numbers of the long vector."""
-        return sum(math.prod(shape) for shape in self.shapes.values())
-
-    def starts(self) -> dict[str, int]:
-        """Return where the rows of every tensor begin in the long vector."""
-        found, before = {}, 0
-        for name, shape in self.shapes.items():
-            found[name] = before + self.rows(name)[0] * self.width(name)
-            before += math.prod(shape)
-        return found
+    def places(self) -> Places:
+        """Return where the rows lie among all numbers."""
+        first = {name: self.rows(name)[0] * self.width(name) for name in self.shapes}
+        return Places(first, {name: math.prod(shape) for name, shape in self.shapes.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +80,7 @@ class PartOfNoise:
 
     def add(self, tensors: Mapping[str, Tensor], std: Any, dtype: torch.dtype | None) -> None:
         """Add the noise to this rank's rows; see `NoiseSource.add`."""
-        self.source.add(tensors, std, dtype, at=(self.slices.starts(), self.slices.total))
+        self.source.add(tensors, std, dtype, at=self.slices.places())
 
     def prepare(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
         """Draw nothing ahead."""
@@ -148,7 +140,9 @@ class SlicedShares(Shares):
         """
         kind = torch.int64 if g else torch.float64
         sums = {
-            name: torch.zeros(self.slices.rows(name)[1], self.slices.width(name), dtype=kind)
+            name: torch.zeros(
+                self.slices.rows(name)[1], self.slices.width(name), dtype=kind, device=self.device
+            )
             for name in self.shapes
         }
         for number, where in self.passes():
@@ -179,7 +173,7 @@ class SlicedShares(Shares):
         width, size, most = self.slices.width(name), self.slices.size, self.slices.padded(name)
         step = max(1, _PIECE // (width * size))
         for first in range(0, most, step):
-            rows = torch.zeros(size, min(step, most - first), width, dtype=kind)
+            rows = torch.zeros(size, min(step, most - first), width, dtype=kind, device=self.device)
             for rank in range(size if value is not None else 0):
                 begin = rank * most + first
                 part = value[begin : begin + rows.shape[1]]  # type: ignore[index]
