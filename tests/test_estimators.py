@@ -675,7 +675,7 @@ def test_only_a_regressor_of_a_large_budget_has_steep_units():
     x = torch.randn(5, 20)
     torch.manual_seed(0)
     plain = mlp(20, (32,), 1, activation=torch.nn.Tanh, linear_path=True)
-    torch.testing.assert_close(built(None, 20)[:2](x), plain[:2](x))
+    torch.testing.assert_close(built(None, 20)[:-1](x)[:, :52], plain[:-1](x))
 
 
 @pytest.mark.parametrize("epsilon", [0.1, 3.0, None])
@@ -695,6 +695,25 @@ def test_steps_of_auto_are_shorter_for_classes_on_many_columns(epsilon):
     assert rate("auto", 48, given=0.02) == 0.02
     assert rate("auto", 48, regression=True) == rate("auto", 2, regression=True)
     assert rate("sgd", 48) == rate("sgd", 2)
+
+
+def test_a_tiny_budget_has_a_small_clip_and_a_rate_that_does_not_fall():
+    """For classes and "auto" alone; what the user sets is kept."""
+    from dpbnn.estimators.budget import settled_plan
+    from dpbnn.estimators.recipes import METHODS
+
+    def settings(rows=1000, epsilon=0.1, regression=False, name="auto", rate=None, clip=None):
+        plan = settled_plan(rows, epsilon, 1e-6, None, None)
+        return METHODS[name].settings(plan, None, regression, rate, clip, 5)
+
+    tiny, other = settings(), settings(rows=2000)
+    assert (tiny.clip, tiny.schedule) == (1.0, None)
+    assert (other.clip, other.schedule) == (3.0, "linear")
+    assert tiny.learning_rate < other.learning_rate / 2
+    given = settings(rate=0.03, clip=2.0)
+    assert (given.learning_rate, given.clip, given.schedule) == (0.03, 2.0, None)
+    assert settings(epsilon=None).schedule == settings(regression=True).schedule == "linear"
+    assert settings(name="sgd").clip == settings(epsilon=3.0).clip == 3.0
 
 
 def test_without_privacy_auto_does_not_learn_the_noise_of_few_rows():
