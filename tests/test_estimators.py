@@ -697,23 +697,19 @@ def test_steps_of_auto_are_shorter_for_classes_on_many_columns(epsilon):
     assert rate("sgd", 48) == rate("sgd", 2)
 
 
-def test_a_tiny_budget_has_a_small_clip_and_a_rate_that_does_not_fall():
-    """For classes and "auto" alone; what the user sets is kept."""
+def test_a_classifier_of_a_tiny_budget_on_few_columns_has_a_small_clip():
+    """With "auto" alone; what the user sets is kept."""
     from dpbnn.estimators.budget import settled_plan
     from dpbnn.estimators.recipes import METHODS
 
-    def settings(rows=1000, epsilon=0.1, regression=False, name="auto", rate=None, clip=None):
+    def clip(rows=1000, epsilon=0.1, regression=False, name="auto", given=None, columns=12):
         plan = settled_plan(rows, epsilon, 1e-6, None, None)
-        return METHODS[name].settings(plan, None, regression, rate, clip, 5)
+        return METHODS[name].settings(plan, None, regression, None, given, columns).clip
 
-    tiny, other = settings(), settings(rows=2000)
-    assert (tiny.clip, tiny.schedule) == (1.0, None)
-    assert (other.clip, other.schedule) == (3.0, "linear")
-    assert tiny.learning_rate < other.learning_rate / 2
-    given = settings(rate=0.03, clip=2.0)
-    assert (given.learning_rate, given.clip, given.schedule) == (0.03, 2.0, None)
-    assert settings(epsilon=None).schedule == settings(regression=True).schedule == "linear"
-    assert settings(name="sgd").clip == settings(epsilon=3.0).clip == 3.0
+    assert clip() == clip(regression=True) == 1.0
+    assert clip(rows=2000) == clip(epsilon=3.0) == clip(columns=13) == clip(name="sgd") == 3.0
+    assert clip(epsilon=None) == 3.0
+    assert clip(given=2.0) == 2.0
 
 
 def test_without_privacy_auto_does_not_learn_the_noise_of_few_rows():
