@@ -58,7 +58,8 @@ from dpbnn.data import statistics
 from dpbnn.data import table as tables
 from dpbnn.estimators import classifier, fitting, scaling, workspace
 from dpbnn.likelihoods import Categorical
-from dpbnn.methods.method import Descent, Problem
+from dpbnn.methods.descent import Descent
+from dpbnn.methods.method import Problem
 from dpbnn.methods.sep import SEPProcess
 from dpbnn.methods.sgd import SGDProcess
 from dpbnn.methods.sgld import LangevinProcess

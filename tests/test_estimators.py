@@ -675,7 +675,7 @@ def test_only_a_regressor_of_a_large_budget_has_steep_units():
     x = torch.randn(5, 20)
     torch.manual_seed(0)
     plain = mlp(20, (32,), 1, activation=torch.nn.Tanh, linear_path=True)
-    torch.testing.assert_close(built(None, 20)[:2](x), plain[:2](x))
+    torch.testing.assert_close(built(None, 20)[:-1](x)[:, :52], plain[:-1](x))
 
 
 @pytest.mark.parametrize("epsilon", [0.1, 3.0, None])
@@ -695,6 +695,21 @@ def test_steps_of_auto_are_shorter_for_classes_on_many_columns(epsilon):
     assert rate("auto", 48, given=0.02) == 0.02
     assert rate("auto", 48, regression=True) == rate("auto", 2, regression=True)
     assert rate("sgd", 48) == rate("sgd", 2)
+
+
+def test_a_classifier_of_a_tiny_budget_on_few_columns_has_a_small_clip():
+    """With "auto" alone; what the user sets is kept."""
+    from dpbnn.estimators.budget import settled_plan
+    from dpbnn.estimators.recipes import METHODS
+
+    def clip(rows=1000, epsilon=0.1, regression=False, name="auto", given=None, columns=12):
+        plan = settled_plan(rows, epsilon, 1e-6, None, None)
+        return METHODS[name].settings(plan, None, regression, None, given, columns).clip
+
+    assert clip() == clip(regression=True) == 1.0
+    assert clip(rows=2000) == clip(epsilon=3.0) == clip(columns=13) == clip(name="sgd") == 3.0
+    assert clip(epsilon=None) == 3.0
+    assert clip(given=2.0) == 2.0
 
 
 def test_without_privacy_auto_does_not_learn_the_noise_of_few_rows():

@@ -6,7 +6,15 @@ from scipy import stats
 from torch import nn
 
 import dpbnn
-from dpbnn.networks import GaussianConv2d, GaussianLayer, GaussianLinear, cnn, mlp, to_gaussian
+from dpbnn.networks import (
+    GaussianConv2d,
+    GaussianLayer,
+    GaussianLinear,
+    Steps,
+    cnn,
+    mlp,
+    to_gaussian,
+)
 from dpbnn.privacy.stream import fill_normal
 
 
@@ -34,11 +42,19 @@ def test_a_linear_path_has_steps_of_the_inputs_alone():
     torch.manual_seed(0)
     model = mlp(3, (4,), 2, linear_path=True, steps=0.5)
     x = torch.randn(5, 3)
-    both, found = model[:2](x), model[:3](x)
-    assert torch.equal(found[:, :7], both)
+    found = model[:-1](x)
+    assert torch.equal(found[:, :7], model[2][1:](x))
     wanted = torch.cat([0.5 * torch.tanh(2 * (x - k)) for k in (-1, 0, 1)], 1)
-    assert torch.allclose(found[:, 7:], wanted)
+    torch.testing.assert_close(found[:, 7:], wanted, rtol=1e-4, atol=2e-6)
     assert model(x).shape == (5, 2)
+
+
+def test_steps_are_right_far_out_and_at_double_precision():
+    x = torch.tensor([-40.0, -4.0, -1.0, 0.0, 0.3, 1.0, 4.0, 40.0], dtype=torch.float64)[:, None]
+    found = Steps(1)(x)[:, 1:]
+    wanted = torch.cat([torch.tanh(2 * (x - k)) for k in (-1, 0, 1)], 1)
+    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
+    assert Steps(1)(x.float()).abs()[:, 1:].max() <= 1 + 1e-6
 
 
 def test_expectation_propagation_refuses_a_linear_path():

@@ -77,17 +77,18 @@ def test_tensors_of_another_state_are_refused(change):
         restored(state(0.0), saved)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adam", "rmsprop", "adagrad"])
-def test_an_optimizer_goes_on_from_its_saved_state(kind):
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "RMSprop", "Adagrad"])
+def test_an_optimizer_of_torch_goes_on_from_its_saved_state(kind):
     weights = []
+    extra = {"momentum": 0.9} if kind in ("SGD", "RMSprop") else {}
     for stops in (False, True):
         layer = nn.Linear(3, 2)
         nn.init.ones_(layer.weight)
-        method = dpbnn.SGD(optimizer=kind, momentum=0.9 if kind in ("sgd", "rmsprop") else 0.0)
-        optimizer = method.build([layer.weight])
+        optimizer = getattr(torch.optim, kind)([layer.weight], **extra, lr=0.1)
         for step in range(6):
             if stops and step == 3:
-                saved, optimizer = flat(optimizer), method.build([layer.weight])
+                saved = flat(optimizer)
+                optimizer = getattr(torch.optim, kind)([layer.weight], **extra, lr=0.1)
                 optimizer = restored(optimizer, saved)
             layer.weight.grad = torch.arange(6.0).reshape(2, 3).sin() + step
             optimizer.step()

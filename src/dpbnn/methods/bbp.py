@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from dpbnn.contributions.attach import public
 from dpbnn.contributions.dense import Contributions, Draws
-from dpbnn.methods.method import Descent, DescentProcess, DescentState, Problem
+from dpbnn.methods.descent import Descent, DescentProcess, DescentState
+from dpbnn.methods.method import Problem
 from dpbnn.networks import GaussianLayer, IntegratedLinear, to_gaussian
 from dpbnn.posteriors import MeanFieldPosterior, Posterior
 from dpbnn.priors import Prior

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from dpbnn.methods.method import Descent, DescentState, Problem
+from dpbnn.methods.descent import Descent, DescentState
+from dpbnn.methods.method import Problem
 from dpbnn.methods.sgd import SGDProcess
 from dpbnn.networks import SharedDropout, training_mode
 from dpbnn.posteriors import DropoutPosterior, Posterior

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
@@ -18,18 +17,14 @@ from torch import Tensor, nn
 from dpbnn.contributions.attach import Attached, attach
 from dpbnn.contributions.dense import Contributions, UnsupportedModel
 from dpbnn.likelihoods import Likelihood
-from dpbnn.methods.state import UNSAVED, Average, State, restored
+from dpbnn.methods.state import State, restored
 from dpbnn.networks.sharded import Sharding, Whole, local
 from dpbnn.priors import Prior
-from dpbnn.privacy.checks import check_numbers, check_positive, first_line
 
 if TYPE_CHECKING:
     from dpbnn.posteriors import IterateWriter, Posterior
     from dpbnn.privacy.group import Group
     from dpbnn.privacy.plan import Plan
-
-OptimizerLike = str | Callable[..., torch.optim.Optimizer]
-ScheduleLike = str | Callable[[torch.optim.Optimizer], Any] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,190 +229,12 @@ class Method(ABC):
         plain = (int, float, str, bool, type(None))
         return {
             "method": self.name,
-            **{k: v if isinstance(v, plain) else _name(v) for k, v in values.items()},
+            **{k: v if isinstance(v, plain) else name_of(v) for k, v in values.items()},
         }
 
 
-def _name(value: Any) -> str:
+def name_of(value: Any) -> str:
     """Return a name that is the same in another process."""
     if isinstance(value, functools.partial):
-        return f"partial({_name(value.func)}, {value.args}, {value.keywords})"
+        return f"partial({name_of(value.func)}, {value.args}, {value.keywords})"
     return getattr(value, "__name__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Descent(Method):
-    """Settings of methods that hand a gradient to an optimizer.
-
-    Attributes:
-        learning_rate: of the optimizer, for a loss that is a mean over records.
-        clip: largest norm of one record's contribution.
-        optimizer: "sgd", "adam", "rmsprop", "adagrad", or any function (parameters, lr=...) that
-            returns a `torch.optim` optimizer.
-        momentum: of "sgd" and "rmsprop".
-        schedule: "cosine", "linear" (both fall to zero), or a function of the optimizer that
-            returns a `torch.optim.lr_scheduler`.
-        average: None; "polyak", the mean of the iterates of the last half; or the decay of an
-            exponential moving average, such as 0.999. Averaging releases is free.
-    """
-
-    learning_rate: float = 0.1
-    clip: float = 1.0
-    optimizer: OptimizerLike = "sgd"
-    momentum: float = 0.0
-    schedule: ScheduleLike = None
-    average: str | float | None = None
-
-    over_ranks = True
-
-    def __post_init__(self) -> None:
-        check_positive(learning_rate=self.learning_rate, clip=self.clip)
-        check_numbers(momentum=self.momentum)
-        if not (0 <= self.momentum < 1):
-            raise ValueError(f"momentum={self.momentum}: must lie in [0, 1)")
-        if isinstance(self.optimizer, str) and self.optimizer not in _OPTIMIZERS:
-            raise ValueError(f"optimizer={self.optimizer!r}: must be one of {list(_OPTIMIZERS)}")
-        if isinstance(self.schedule, str) and self.schedule not in _SCHEDULES:
-            raise ValueError(f"schedule={self.schedule!r}: must be one of {list(_SCHEDULES)}")
-        decay = isinstance(self.average, float) and 0 < self.average < 1
-        if self.average is not None and self.average != "polyak" and not decay:
-            raise ValueError(f"average={self.average!r}: must be None, 'polyak' or a decay < 1")
-
-    def check_units(self) -> None:
-        """Take units of several records: the loss is then a mean over units of their sums."""
-
-    def settled(self, plan: Plan) -> tuple[Plan, float]:
-        """Return the plan as it is, and the clip."""
-        return plan, self.clip if plan.private else math.inf
-
-    def build(self, parameters: list[Tensor]) -> torch.optim.Optimizer:
-        """Return the optimizer."""
-        if callable(self.optimizer):
-            return self.optimizer(parameters, lr=self.learning_rate)
-        kind = _OPTIMIZERS[self.optimizer]
-        extra = {"momentum": self.momentum} if self.optimizer in ("sgd", "rmsprop") else {}
-        return kind(parameters, lr=self.learning_rate, **extra)
-
-    def rehearse(self, parameters: list[Tensor]) -> None:
-        """Raise where a user's optimizer or schedule cannot take a step as `update` takes it.
-
-        An example is LBFGS, which evaluates the loss itself. It is tried on zeros, before anything
-        is spent.
-
-        Args:
-            parameters: what will be trained; left as it is.
-        """
-        zeros = [torch.zeros_like(parameter).requires_grad_() for parameter in parameters]
-        for name, given in (("optimizer", self.optimizer), ("schedule", self.schedule)):
-            if isinstance(given, str) or given is None:
-                continue
-            try:
-                optimizer: Any = self.build(zeros)
-                for parameter in zeros:
-                    parameter.grad = torch.zeros_like(parameter)
-                schedule = given(optimizer) if name == "schedule" else None
-                optimizer.step()
-                if schedule is not None:
-                    schedule.step()
-            except Exception as error:
-                raise ValueError(
-                    f"{name}={_name(given)}: cannot take a step that is given nothing but a "
-                    f"gradient ({first_line(error)}); use another one, such as "
-                    f"{'torch.optim.Adam' if name == 'optimizer' else repr('cosine')}"
-                ) from None
-
-
-_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "rmsprop": torch.optim.RMSprop,
-    "adagrad": torch.optim.Adagrad,
-}
-_SCHEDULES: dict[str, Callable[[float], float]] = {
-    "cosine": lambda done: 0.5 * (1 + math.cos(done * math.pi)),
-    "linear": lambda done: 1 - done,
-}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DescentState(State):
-    """State of methods that hand a gradient to an optimizer.
-
-    Attributes:
-        optimizer: of torch, with the state that it keeps itself.
-        schedule: of its learning rate, or None.
-        average: of the parameters.
-    """
-
-    optimizer: torch.optim.Optimizer
-    schedule: Any = dataclasses.field(default=None, metadata=UNSAVED)
-    average: Average = dataclasses.field(default_factory=Average)
-
-
-class DescentProcess(Process[DescentState]):
-    """Hands gradients of a loss that is a mean over records to an optimizer."""
-
-    def __init__(self, settings: Descent, problem: Problem, attached: Attached) -> None:
-        super().__init__(problem, attached)
-        self.settings = settings
-
-    def begin(self) -> DescentState:
-        """Return the state before the first step."""
-        parameters = self.problem.trainable()
-        self.settings.rehearse(list(parameters.values()))
-        optimizer = self.settings.build(list(parameters.values()))
-        schedule, total = self.settings.schedule, max(1, self.problem.steps)
-        started: Any = None
-        if isinstance(schedule, str):
-            factor = _SCHEDULES[schedule]
-            started = torch.optim.lr_scheduler.LambdaLR(
-                optimizer, lambda step: factor(min(1.0, step / total))
-            )
-        elif schedule is not None:
-            started = schedule(optimizer)
-        return DescentState(parameters=parameters, optimizer=optimizer, schedule=started)
-
-    def resumed(self, state: DescentState, tensors: Mapping[str, Tensor]) -> DescentState:
-        """Return a first state at the values that a checkpoint holds; its schedule runs anew."""
-        state = super().resumed(state, tensors)
-        for _ in range(state.steps if state.schedule is not None else 0):
-            state.optimizer.step()
-            state.schedule.step()
-        return state
-
-    @abstractmethod
-    def gradient(self, state: DescentState, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the gradient of (data term + prior term) / n by parameter name."""
-
-    def update(self, state: DescentState, release: Mapping[str, Tensor]) -> DescentState:
-        """Take an optimizer step, and average."""
-        descend = functools.partial(self._descend, state, release)
-        if type(state.optimizer) is torch.optim.SGD:  # others count their steps on the host
-            groups = [{**group, "params": 0} for group in state.optimizer.param_groups]
-            key = tuple(value for group in groups for value in group.values())
-            plain = all(isinstance(value, (int, float, type(None))) for value in key)
-            optimizer: Any = state.optimizer
-            hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-            plain = plain and not any(hooks)  # Python that a replay would leave out
-            (self.replays if plain else _now)(key, descend, (release, state.drawn))
-        else:
-            descend()
-        if state.schedule is not None:
-            state.schedule.step()
-        kind, steps, average = self.settings.average, state.steps + 1, state.average
-        if kind is not None:
-            how = {"share": 1.0, "decay": kind} if isinstance(kind, float) else {}
-            average = average.add(state.parameters, steps, self.problem.steps, **how)
-        return dataclasses.replace(state, steps=steps, average=average)
-
-    def _descend(self, state: DescentState, release: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, gradient in self.gradient(state, release).items():
-                parameter = state.parameters[name]
-                parameter.grad = gradient.to(parameter.dtype)
-            state.optimizer.step()
-            state.optimizer.zero_grad(set_to_none=True)
-
-    def final(self, state: DescentState) -> nn.Module:
-        """Return the network at its last weights, or at their average."""
-        return self.problem.rebuilt({**state.parameters, **state.average.values})

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dpbnn.methods.method import Descent, DescentProcess, DescentState, Problem
+from dpbnn.methods.descent import Descent, DescentProcess, DescentState
+from dpbnn.methods.method import Problem
 from dpbnn.methods.state import apart, together
 from dpbnn.posteriors import IteratePosterior, PointPosterior, Posterior
 from dpbnn.privacy.checks import check_count

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dpbnn.contributions.attach import describe
 from dpbnn.contributions.dense import UnsupportedModel
-from dpbnn.methods.method import Descent, Method, Problem, Process
+from dpbnn.methods.descent import Descent
+from dpbnn.methods.method import Method, Problem, Process
 from dpbnn.methods.sgd import SGD, SGDProcess
 from dpbnn.methods.sgld import (
     SGHMC,

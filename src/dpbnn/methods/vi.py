@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from dpbnn.likelihoods import Gaussian, Likelihood
 from dpbnn.methods.bbp import BBP, DrawnWeights, kl_gradient
-from dpbnn.methods.method import Descent, DescentState, Problem
+from dpbnn.methods.descent import Descent, DescentState
+from dpbnn.methods.method import Problem
 from dpbnn.networks import GaussianLinear, IntegratedLinear
 from dpbnn.posteriors import MeanFieldPosterior, Posterior
 from dpbnn.privacy.checks import check_count, check_numbers

@@ -13,10 +13,11 @@ from dpbnn.networks.gaussian import (
 from dpbnn.networks.layers import arguments, attributes, register
 from dpbnn.networks.papers import cnn, mlp, training_mode
 from dpbnn.networks.scattering import Scattering
-from dpbnn.networks.standard import Beside, LearnedNoise, SharedDropout, SteepTanh, Steps
+from dpbnn.networks.standard import Beside, First, LearnedNoise, SharedDropout, SteepTanh, Steps
 
 __all__ = [
     "Beside",
+    "First",
     "GaussianConv2d",
     "GaussianLayer",
     "GaussianLinear",

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from dpbnn.networks.standard import KNOTS, Beside, Steps
+from dpbnn.networks.standard import KNOTS, Beside, First, Steps
 
 __all__ = ["cnn", "mlp", "training_mode"]
 
@@ -39,11 +39,11 @@ def mlp(
             layers.append(nn.Dropout(dropout))
     if linear_path and hidden:
         width = hidden[-1] + inputs
-        both: list[nn.Module] = [layers[0], Beside(*layers[1:])]
-        if steps:
-            both.append(Steps(inputs, steps))
-            width += len(KNOTS) * inputs
-        return nn.Sequential(*both, nn.Linear(width, outputs))
+        if not steps:
+            return nn.Sequential(layers[0], Beside(*layers[1:]), nn.Linear(width, outputs))
+        width += len(KNOTS) * inputs
+        beside = Beside(First(inputs), *layers[1:])  # steps come first: no gradient is for them
+        return nn.Sequential(layers[0], Steps(inputs, steps), beside, nn.Linear(width, outputs))
     return nn.Sequential(*layers, nn.Linear((inputs, *hidden)[-1], outputs))
 
 

@@ -6,6 +6,7 @@ the gradient g_t at the output.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,8 +20,9 @@ from dpbnn.networks.layers import Forward, attributes, multiplied, normalized, r
 from dpbnn.networks.pooling import pooling
 
 KNOTS = (-1.0, 0.0, 1.0)  # of `Steps`
+_RISEN = math.tanh(2.0)  # of a step, from one knot to the next
 
-__all__ = ["Beside", "LearnedNoise", "SharedDropout", "SteepTanh", "Steps"]
+__all__ = ["Beside", "First", "LearnedNoise", "SharedDropout", "SteepTanh", "Steps"]
 
 
 def _linear(layer: Any, record: Any) -> Forward:
@@ -195,11 +197,32 @@ class Steps(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x and its steps, side by side."""
-        last = x[..., x.shape[-1] - self.columns :]
-        return torch.cat([x, *(self.size * torch.tanh(2 * (last - k)) for k in KNOTS)], -1)
+        middle = torch.tanh(2 * x[..., x.shape[-1] - self.columns :])
+        part = _RISEN * middle  # tanh(u + v) = (tanh u + tanh v)/(1 + tanh u tanh v): 3 x as fast
+        steps = [(middle + _RISEN) / (1 + part), middle, (middle - _RISEN) / (1 - part)]
+        return torch.cat([x, *(self.size * step for step in steps)], -1)
 
 
 register(Steps, saved=attributes("columns", "size"))
+
+
+class First(nn.Module):
+    """Keeps the first columns.
+
+    Args:
+        columns: their number.
+    """
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.columns = columns
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the first columns."""
+        return x[..., : self.columns]
+
+
+register(First, saved=attributes("columns"))
 
 
 class SteepTanh(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -15,6 +16,7 @@ from torch.func import functional_call, vmap
 from dpbnn.messages import unquoted
 from dpbnn.networks.inputs import Arguments as Inputs
 from dpbnn.networks.inputs import Keywords, called, each
+from dpbnn.networks.standard import Steps
 
 # Activations of one draw beyond which one draw alone keeps the machine busy, so that a loop over
 # draws is as fast as one vectorised pass and smaller.
@@ -23,6 +25,7 @@ _FAILED = (
     "the network raised an error on these inputs",
     "give inputs of the shape, the type and the values that it takes",
 )
+_FIXED = (nn.Flatten, nn.Hardtanh, Steps)  # layers without weights that draw nothing
 _TF32 = {"high": "tf32", "highest": "ieee"}
 
 
@@ -94,12 +97,30 @@ def evaluate(
             for begin in range(0, size, batch_size):
                 rows = slice(begin, begin + batch_size)
                 part = each(lambda t, rows=rows: t[rows], inputs)  # type: ignore[misc]
-                found = _forward(model, drawn, part, draws.masks or not busy)
+                rest, part = _after_fixed(model, part)
+                found = _forward(rest, drawn, part, draws.masks or not busy)
                 if outputs is None:
                     outputs = found.new_empty((draws.count, size, *found.shape[2:]))
                 outputs[start : start + chunk, begin : begin + batch_size] = found
     assert outputs is not None
     return outputs
+
+
+def _after_fixed(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
+    """Return the network after its first layers, where these are the same for all draws.
+
+    Their outputs take the place of the inputs; names of weights stay.
+    """
+    hooks = (*model._forward_hooks.values(), *model._forward_pre_hooks.values())
+    if type(model) is not nn.Sequential or hooks or len(inputs) > 1 or isinstance(inputs, Keywords):
+        return model, inputs
+    layers = [(name, layer) for name, layer in model._modules.items() if layer is not None]
+    while layers and type(layers[0][1]) in _FIXED:
+        inputs = (layers.pop(0)[1](*inputs),)
+    if layers:
+        inner, inputs = _after_fixed(layers[0][1], inputs)
+        layers[0] = (layers[0][0], inner)
+    return nn.Sequential(OrderedDict(layers)), inputs
 
 
 def _forward(

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dpbnn.methods import BBP, SGD, SGLD, MCDropout
-from dpbnn.methods.method import Descent, Method
+from dpbnn.methods.descent import Descent
+from dpbnn.methods.method import Method
 from dpbnn.networks import mlp
 from dpbnn.posteriors import MeanFieldPosterior
 from dpbnn.priors import Gaussian, Laplace

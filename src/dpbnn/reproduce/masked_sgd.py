@@ -13,7 +13,8 @@ from dpbnn.contributions.dense import ChunkedContributions, Contributions, Unsup
 from dpbnn.contributions.outer import Outer
 from dpbnn.contributions.recorded import NetworkContributions
 from dpbnn.contributions.sites import Direct, Site
-from dpbnn.methods.method import DescentState, Problem
+from dpbnn.methods.descent import DescentState
+from dpbnn.methods.method import Problem
 from dpbnn.methods.sgd import SGD, SGDProcess
 
 __all__ = ["MaskedSGD", "masked"]
