@@ -678,6 +678,30 @@ def test_only_a_regressor_of_a_large_budget_has_steep_units():
     torch.testing.assert_close(built(None, 20)[:2](x), plain[:2](x))
 
 
+def test_only_a_regressor_of_a_large_budget_has_two_hidden_layers():
+    """A user's widths stay, and steps of two layers are half as long."""
+    from dpbnn.estimators.budget import settled_plan
+    from dpbnn.estimators.recipes import METHODS
+
+    def layers(epsilon, columns, regression=True, hidden="auto", method="auto"):
+        plan = settled_plan(8000, epsilon, 1e-5, None, None)
+        return METHODS[method].layers(hidden, columns, plan, regression)
+
+    assert layers(1.0, 4) == layers(None, 12) == (32, 32)
+    small = layers(0.3, 4), layers(1.0, 12), layers(None, 13), layers(1.0, 4, regression=False)
+    assert set(small) == {layers(1.0, 4, method="sgd"), (32,)}
+    assert layers(1.0, 4, hidden=(32,)) == (32,)
+    assert layers(1.0, 10, hidden=(5, 4)) == (5, 4)
+
+    def rate(depth, regression=True, given=None):
+        plan = settled_plan(8000, 1.0, 1e-5, None, None)
+        return METHODS["auto"].settings(plan, None, regression, given, None, 4, depth).learning_rate
+
+    assert rate(2) == rate(1) / 2
+    assert rate(2, given=0.1) == 0.1
+    assert rate(2, regression=False) == rate(1, regression=False)
+
+
 @pytest.mark.parametrize("epsilon", [0.1, 3.0, None])
 def test_steps_of_auto_are_shorter_for_classes_on_many_columns(epsilon):
     from dpbnn.estimators.budget import settled_plan

@@ -40,6 +40,7 @@ import numpy as np
 import torch
 
 from dpbnn import methods
+from dpbnn.data.standardising import PUBLIC
 from dpbnn.estimators.budget import HIDDEN
 from dpbnn.methods.method import Method
 from dpbnn.methods.sgld import Langevin
@@ -58,7 +59,10 @@ _SMALL = 1 / 3  # of it, for the residuals of a regression
 _CURVED = {True: 100.0, False: 30.0}  # m of `_told`, at most n, per column from which it has steps
 _STEPS = {True: 0.25, False: 1.0}  # their size; both in regression, and for classes
 _SMOOTH = 1300.0  # m from which hidden units of a regressor are smooth
-_STEEP = (400.0, 2.0)  # m per column from which they are steep too, and their slope
+_STEEP = (400.0, 2.0)  # m per column from which they, or two layers of them, are steep; the slope
+_WIDTH = 32  # of the hidden layers of hidden="auto"
+_DEEP = (200.0, 12)  # m per column from which a regressor has two, up to so many columns
+_SHORT = 0.5  # what its steps are times, with two
 _OPEN_PRIOR = {True: 0.5, False: 0.3}  # its std without privacy, in regression and for classes
 _PLENTY = 800  # rows per column from which a regressor needs none smaller than 1
 _ENOUGH = 400.0  # m of `_told` below which steps shrink
@@ -137,13 +141,21 @@ class Recipe:
             return built
         told = min(_told(plan), plan.n)
         smooth = regression and told >= _SMOOTH
+        steep = len(hidden) > 1 or told >= _STEEP[0] * features
         return functools.partial(
             built,
             limit=_LIMIT if _enough(plan) < 1 and not regression else None,
             activation=torch.nn.Tanh if smooth else torch.nn.ReLU,
-            slope=_STEEP[1] if smooth and told >= _STEEP[0] * features else 1.0,
+            slope=_STEEP[1] if smooth and steep else 1.0,
             steps=_STEPS[regression] if told >= _CURVED[regression] * features else 0.0,
         )
+
+    def layers(self, hidden: Any, columns: int, plan: Plan, regression: bool) -> tuple[int, ...]:
+        """Return the widths of the hidden layers: a user's, or two where "auto" can train them."""
+        told, (least, most) = min(_told(plan), plan.n), _DEEP
+        enough = told >= max(_SMOOTH, least * columns) and columns <= most
+        deep = is_auto(hidden) and self.curved and regression and enough
+        return widths(hidden) * (2 if deep else 1)
 
     def prior(self, plan: Plan, columns: int, regression: bool) -> Gaussian:
         """Return the prior of a user who gives none.
@@ -177,6 +189,8 @@ class Recipe:
         learning_rate: float | None,
         clip: float | None,
         columns: int,
+        depth: int = 1,
+        standardised: bool = True,
     ) -> Method:
         """Return the method's settings for a plan.
 
@@ -188,8 +202,13 @@ class Recipe:
             learning_rate: the user's, if any.
             clip: the user's, if any.
             columns: number of inputs.
+            depth: number of hidden layers.
+            standardised: whether centre and spread of the target are released; else they are public
+                and no scaled target is larger than 1/PUBLIC, which bounds the first residuals.
         """
         options = dict(self.options)
+        if self.linear and regression and plan.private and not standardised:
+            options["target_bound"] = 1 / PUBLIC
         rate = learning_rate
         if self.rate is None:
             if rate is not None:
@@ -204,6 +223,7 @@ class Recipe:
             rate = rate or (self.regression_rate if regression else self.rate)
             if self.standardise and learning_rate is None:
                 rate *= self._shrinkage(plan, regression, columns)
+                rate *= _SHORT if self.curved and regression and depth > 1 else 1.0
             return self.method(learning_rate=rate, **options)  # type: ignore[call-arg]
         options |= {"keep": _KEPT, "thin": max(1, plan.steps // (2 * _KEPT))}
         if rate is None and clip is not None and plan.private:
@@ -349,15 +369,24 @@ def check_method(
         raise ValueError(f"method={method!r}: is for classes; use another, such as 'sgld'")
 
 
+def is_auto(hidden: Any) -> bool:
+    """Return whether the number of hidden layers is left to the recipe."""
+    return isinstance(hidden, str) and hidden == "auto"
+
+
 def widths(hidden: Any) -> tuple[int, ...]:
-    """Return the widths of the hidden layers that a user gave, or raise."""
+    """Return the widths of the hidden layers that a user gave, or raise; one layer for "auto"."""
+    if is_auto(hidden):
+        return (_WIDTH,)
     try:
         found = [int(width) for width in np.atleast_1d(hidden)]
         whole = found == list(np.atleast_1d(hidden)) and min(found, default=1) > 0
     except (TypeError, ValueError):
         whole = False
     if not whole:
-        raise ValueError(f"hidden={quoted(hidden)}: must be widths of layers, such as (32,) or ()")
+        raise ValueError(
+            f"hidden={quoted(hidden)}: must be widths of layers, such as (32,) or (), or 'auto'"
+        )
     return tuple(found)
 
 

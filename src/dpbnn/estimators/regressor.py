@@ -42,6 +42,8 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         schema: a `dpbnn.data.Schema`, or the path of one, in place of both kinds of bounds, as in
             the classifier.
         noise_std: of the observations, in the target's units; None learns it; not for counts.
+        hidden: widths of the hidden layers. "auto" is one of 32 units; with the method "auto" two,
+            where budget and rows will do for them, which public numbers tell.
         conformal: share of misses, such as 0.1, allowed to prediction intervals; they cost a fifth
             of epsilon and use a fifth of the rows, held out of the training.
 
@@ -64,7 +66,7 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         schema: Any = None,
         noise_std: float | None = None,
         features: str | None = None,
-        hidden: Any = (32,),
+        hidden: Any = "auto",
         prior: Any = None,
         batch_size: float | None = None,
         epochs: float | None = None,
