@@ -333,8 +333,9 @@ class _Fit:
             found = Standardisation(*self.released["standard"])
         inputs = Standardisation(found.centre[:count], found.spread[:count])
         estimator.standardisation_ = (inputs.centre, inputs.spread)
+        noise = self.recipe.learned_noise(self.plan)
         self.target = estimator._shifted(
-            self.target, found.centre[count:], found.spread[count:], recipes.noise_start(self.plan)
+            self.target, found.centre[count:], found.spread[count:], noise
         )
         return dataclasses.replace(scaling, standard=inputs)
 

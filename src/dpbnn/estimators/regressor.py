@@ -17,7 +17,7 @@ from dpbnn.estimators import frames, kinds
 from dpbnn.estimators.estimator import PrivateBayes
 from dpbnn.estimators.fitting import Target
 from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, parsed_bounds
-from dpbnn.likelihoods import Gaussian, LearnedNoiseGaussian, Poisson
+from dpbnn.likelihoods import Gaussian, Likelihood, Poisson
 from dpbnn.predictive import CountPredictive, Predictive, RealPredictive
 from dpbnn.predictive.base import NumberPredictive
 
@@ -204,7 +204,7 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         )
 
     def _shifted(
-        self, target: Target, centre: np.ndarray, spread: np.ndarray, start: float
+        self, target: Target, centre: np.ndarray, spread: np.ndarray, noise: Likelihood
     ) -> Target:
         self.target_standardisation_ = (float(centre[0]), float(spread[0]))
         likelihood: Any = target.likelihood
@@ -216,5 +216,5 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         if likelihood.noise_std is not None:
             likelihood = Gaussian(likelihood.noise_std / float(spread[0]))
         elif self.method == "auto":
-            likelihood = LearnedNoiseGaussian(start=start)
+            likelihood = noise
         return Target((target.values - centre) / spread, 1, likelihood, target.beside)

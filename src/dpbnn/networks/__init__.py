@@ -13,7 +13,14 @@ from dpbnn.networks.gaussian import (
 from dpbnn.networks.layers import arguments, attributes, register
 from dpbnn.networks.papers import cnn, mlp, training_mode
 from dpbnn.networks.scattering import Scattering
-from dpbnn.networks.standard import Beside, LearnedNoise, SharedDropout, SteepTanh, Steps
+from dpbnn.networks.standard import (
+    Beside,
+    LearnedNoise,
+    SharedDropout,
+    SlopedNoise,
+    SteepTanh,
+    Steps,
+)
 
 __all__ = [
     "Beside",
@@ -24,6 +31,7 @@ __all__ = [
     "LearnedNoise",
     "Scattering",
     "SharedDropout",
+    "SlopedNoise",
     "SteepTanh",
     "Steps",
     "arguments",
