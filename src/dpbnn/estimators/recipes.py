@@ -28,9 +28,9 @@ steps, were chosen on 18 further generated tables of numbers (6000 to 40 000 row
 at epsilon 0.1 to 3 and without privacy: about 60 settings of width, depth, rate, clip, slope, steps
 and whitening in about 4100 simulated trainings, after which power was run. The noise that goes with
 the mean was chosen from three shapes on three generated tables (a long tail, a noise that grows,
-heavy tails) in 54, after a look at what was wrong in 15 fits of prices. Those of the other methods were chosen on
-splits of the training parts of public tables (benchmarks/command.py repeats it), at epsilon 1, for
-accuracy and calibration together.
+heavy tails) in 54, after a look at what was wrong in 15 fits of prices. Those of the other methods
+were chosen on splits of the training parts of public tables (benchmarks/command.py repeats it), at
+epsilon 1, for accuracy and calibration together.
 """
 
 from __future__ import annotations
