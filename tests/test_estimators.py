@@ -678,6 +678,53 @@ def test_only_a_regressor_of_a_large_budget_has_steep_units():
     torch.testing.assert_close(built(None, 20)[:-1](x)[:, :52], plain[:-1](x))
 
 
+def test_only_a_regressor_of_a_large_budget_has_two_hidden_layers():
+    """A user's widths stay, and steps of two layers are half as long."""
+    from dpbnn.estimators.budget import settled_plan
+    from dpbnn.estimators.recipes import METHODS
+
+    def layers(epsilon, columns, regression=True, hidden="auto", method="auto"):
+        plan = settled_plan(8000, epsilon, 1e-5, None, None)
+        return METHODS[method].layers(hidden, columns, plan, regression)
+
+    assert layers(1.0, 4) == layers(None, 12) == (32, 32)
+    small = layers(0.3, 4), layers(1.0, 12), layers(None, 13), layers(1.0, 4, regression=False)
+    assert set(small) == {layers(1.0, 4, method="sgd"), (32,)}
+    assert layers(1.0, 4, hidden=(32,)) == (32,)
+    assert layers(1.0, 10, hidden=(5, 4)) == (5, 4)
+
+    def rate(depth, regression=True, given=None):
+        plan = settled_plan(8000, 1.0, 1e-5, None, None)
+        return METHODS["auto"].settings(plan, None, regression, given, None, 4, depth).learning_rate
+
+    assert rate(2) == rate(1) / 2
+    assert rate(2, given=0.1) == 0.1
+    assert rate(2, regression=False) == rate(1, regression=False)
+
+
+@pytest.mark.parametrize(("rows", "sloped"), [(1000, False), (100_000, True)])
+def test_only_the_noise_of_auto_with_enough_budget_goes_with_the_mean(rows, sloped):
+    from dpbnn.estimators.budget import settled_plan
+    from dpbnn.estimators.recipes import METHODS
+
+    plan = settled_plan(rows, 0.3, 1e-6, None, None)
+    assert METHODS["auto"].learned_noise(plan).sloped == sloped
+    assert not METHODS["moments"].learned_noise(plan).sloped
+
+
+def test_residuals_of_moments_are_bounded_by_the_target_where_that_is_not_standardised():
+    """Public spreads are half of half the bounds: no target is further than 2 of them."""
+    from dpbnn.estimators.budget import settled_plan
+    from dpbnn.estimators.recipes import METHODS
+
+    def bound(standardised, epsilon=0.1):
+        plan = settled_plan(2000, epsilon, 1e-5, None, None, steps=3, every=True)
+        found = METHODS["moments"].settings(plan, None, True, None, None, 4, 0, standardised)
+        return found.target_bound
+
+    assert bound(False) == 2.0 < bound(True) == bound(False, None) == 3.0
+
+
 @pytest.mark.parametrize("epsilon", [0.1, 3.0, None])
 def test_steps_of_auto_are_shorter_for_classes_on_many_columns(epsilon):
     from dpbnn.estimators.budget import settled_plan

@@ -26,7 +26,7 @@ from dpbnn.methods.method import Method, OpenProcess, Problem, Process
 from dpbnn.methods.sharded import check_sharded, start_sharded
 from dpbnn.methods.watch import Watch, taken
 from dpbnn.mixtures import GaussianMixture, checked_points
-from dpbnn.networks import LearnedNoise, training_mode
+from dpbnn.networks import LearnedNoise, SlopedNoise, training_mode
 from dpbnn.networks.inputs import arguments, each
 from dpbnn.networks.sharded import Sharding, is_sharded, moved, parts_of
 from dpbnn.open_training import OpenRun
@@ -165,7 +165,7 @@ def fit(
         network = moved(network, device)
         learned = None if method.own_noise else likelihoods.full(likely).with_learned_noise()
         if learned is not None:
-            network, likely = _learned_noise(network, getattr(learned, "start", 0.0)), learned
+            network, likely = _learned_noise(network, learned), learned
         if isinstance(network, GaussianMixture):
             hidden = None if plan.relation.public_size else plan.n
             data = checked_points(data, network, on_bad_rows, hidden)
@@ -262,11 +262,12 @@ def _random_state(seed: int, secret: bool = False) -> Iterator[None]:
         yield
 
 
-def _learned_noise(network: nn.Module, start: float) -> nn.Module:
+def _learned_noise(network: nn.Module, likelihood: Likelihood) -> nn.Module:
     last = [m for m in network.modules() if isinstance(m, nn.Linear)]
     if not last:
         raise ValueError("a learned noise needs a network that ends in a Linear layer")
-    noise = LearnedNoise(last[-1].out_features, start)
+    kind = SlopedNoise if getattr(likelihood, "sloped", False) else LearnedNoise
+    noise = kind(last[-1].out_features, getattr(likelihood, "start", 0.0))
     return nn.Sequential(network, noise.to(last[-1].weight.device))
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from dpbnn.contributions import attach
 from dpbnn.contributions.outer import Outer
 from dpbnn.likelihoods import HeteroscedasticGaussian
-from dpbnn.networks import LearnedNoise, to_gaussian
+from dpbnn.networks import LearnedNoise, SlopedNoise, to_gaussian
 
 drawn = settings(max_examples=25, deadline=None, print_blob=True)
 small = st.integers(1, 3)
@@ -336,11 +336,14 @@ def test_in_place_activations_after_an_output_that_is_a_view():
     assert_matches(attach(model, "categorical")(x, y), per_example(model, "categorical", x, y))
 
 
+@pytest.mark.parametrize("kind", [LearnedNoise, SlopedNoise])
 @pytest.mark.parametrize("positions", [1, 4])
-def test_a_learned_noise(positions):
-    """One log-variance for all examples, and for all positions of an example."""
+def test_a_learned_noise(positions, kind):
+    """One log-variance, or slope of it, for all examples and all positions of an example."""
     swap = Apply(lambda x: x if positions > 1 else x.squeeze(1))
-    model = nn.Sequential(swap, nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2), LearnedNoise(2, 0.3))
+    model = nn.Sequential(swap, nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2), kind(2, 0.3))
+    if kind is SlopedNoise:
+        nn.init.normal_(model[-1].slope)
     x, _ = batch((positions, 5), None)
     y = torch.randn(len(x), positions, 2) if positions > 1 else torch.randn(len(x), 2)
     likelihood = HeteroscedasticGaussian()

@@ -48,6 +48,7 @@ LIKELIHOODS = {
     "learned": (GaussianNoise(None), 1),
     "heteroscedastic": (HeteroscedasticGaussian(), 2),
     "learned, steady": (LearnedNoiseGaussian(start=-1.0), 1),
+    "learned, sloped": (LearnedNoiseGaussian(start=-1.0, sloped=True), 1),
 }
 
 

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import dpbnn
-from dpbnn.networks import LearnedNoise, SharedDropout, cnn, mlp, to_gaussian
+from dpbnn.networks import LearnedNoise, SharedDropout, SlopedNoise, cnn, mlp, to_gaussian
 from dpbnn.posteriors import PointPosterior, load
 from dpbnn.posteriors.architecture import build, describe, named_tensors
 
 KNOWN = [
     (nn.Sequential(nn.Linear(4, 2), SharedDropout(0.3), LearnedNoise(2)), (4,)),
-    (nn.Sequential(nn.Linear(4, 2), SharedDropout(0.3), LearnedNoise(2)), (4,)),
+    (nn.Sequential(nn.Linear(4, 2), SharedDropout(0.3), SlopedNoise(2)), (4,)),
     (mlp(5, (4,), 3, dropout=0.2), (5,)),
     (mlp(5, (4, 3), 3, dropout=0.2, linear_path=True), (5,)),
     (cnn(nn.Tanh), (1, 28, 28)),

@@ -46,8 +46,9 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
                      "with auto, 400 with others]."),
         click.option("--batch-size", type=float, help="Expected batch size [default: all rows "
                      "up to 2048 of them, 1024 beyond]."),
-        click.option("--hidden", default="32", show_default=True,
-                     help="Widths of the hidden layers, such as 64,32; 0 for none."),
+        click.option("--hidden", default="auto", show_default=True,
+                     help="Widths of the hidden layers, such as 64,32; 0 for none; auto is 32, or "
+                     "32,32 for numbers where there is enough budget."),
         click.option("--learning-rate", type=float,
                      help="Learning rate of the method [default: a fixed rule]."),
         click.option("--clip", type=float, help="Largest norm of one row's gradient."),
@@ -214,7 +215,9 @@ def _recalibrate(text: str | None) -> float | str | None:
         ) from None
 
 
-def _widths(text: str) -> tuple[int, ...]:
+def _widths(text: str) -> tuple[int, ...] | str:
+    if text == "auto":
+        return text
     try:
         widths = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -222,5 +225,7 @@ def _widths(text: str) -> tuple[int, ...]:
     if widths == (0,):
         return ()
     if any(width < 1 for width in widths):
-        raise ValueError(f"--hidden {text}: must be widths such as 64 or 64,32, or 0 for none")
+        raise ValueError(
+            f"--hidden {text}: must be widths such as 64 or 64,32, 0 for none, or auto"
+        )
     return widths

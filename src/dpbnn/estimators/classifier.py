@@ -17,7 +17,7 @@ from dpbnn.estimators import frames, kinds
 from dpbnn.estimators.estimator import PrivateBayes
 from dpbnn.estimators.fitting import Target
 from dpbnn.estimators.scaling import as_array, in_a_line
-from dpbnn.likelihoods import Bernoulli, Categorical, Ordinal
+from dpbnn.likelihoods import Bernoulli, Categorical, Likelihood, Ordinal
 from dpbnn.likelihoods.classes import checked_weights
 from dpbnn.messages import SHOWN
 from dpbnn.predictive import ClassPredictive, Predictive
@@ -330,7 +330,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         return predictive
 
     def _shifted(
-        self, target: Target, centre: np.ndarray, spread: np.ndarray, start: float
+        self, target: Target, centre: np.ndarray, spread: np.ndarray, noise: Likelihood
     ) -> Target:
         return target
 

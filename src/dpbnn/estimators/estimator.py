@@ -24,6 +24,7 @@ from dpbnn.estimators.images import Scattered, check_features
 from dpbnn.estimators.persons import UNIT
 from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, refuse, validated
 from dpbnn.estimators.workspace import Fingerprint
+from dpbnn.likelihoods import Likelihood
 from dpbnn.messages import check_on_bad_rows
 from dpbnn.methods.method import Method
 from dpbnn.posteriors import Posterior
@@ -73,9 +74,9 @@ class PrivateBayes(BaseEstimator):
 
     @abstractmethod
     def _shifted(
-        self, target: Target, centre: np.ndarray, spread: np.ndarray, start: float
+        self, target: Target, centre: np.ndarray, spread: np.ndarray, noise: Likelihood
     ) -> Target:
-        """Return the targets, standardised where they are numbers; noise begins at `start`."""
+        """Return the targets; numbers are standardised, with `noise` where it is learned."""
 
     def fit(
         self,

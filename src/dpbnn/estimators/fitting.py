@@ -224,16 +224,19 @@ class _Fit:
         plans = _plans(estimator, shape, self.delta, self.later, self.recipe)
         plans = _Plans(*persons.planned(plans.bounds, plans.standard, plans.training))
         self.plans, self.plan = plans, plans.training
-        self.method = method
+        self.method, columns = method, self.x.shape[1]
+        self.layers = self.recipe.layers(
+            estimator.hidden, columns, self.plan, estimator._regression
+        )
         if method is None:
             noise = kinds.steepness(target.likelihood)
             self.method = self.recipe.settings(
                 self.plan, noise, estimator._regression, estimator.learning_rate, estimator.clip,
-                self.x.shape[1],
+                columns, len(self.layers), plans.standard is not None,
             )  # fmt: skip
         if plans.bounds is not None or self.method is estimator.method:
             self.method.settled(self.plan)  # refuses settings before anything is paid for
-        self.recipe.check(recipes.widths(estimator.hidden), estimator.prior, self.plan)
+        self.recipe.check(self.layers, estimator.prior, self.plan)
         self.released: dict[str, Any] = {}
         if place is not None and place.resumed:
             self.released = place.released(self.ledger)
@@ -330,8 +333,9 @@ class _Fit:
             found = Standardisation(*self.released["standard"])
         inputs = Standardisation(found.centre[:count], found.spread[:count])
         estimator.standardisation_ = (inputs.centre, inputs.spread)
+        noise = self.recipe.learned_noise(self.plan)
         self.target = estimator._shifted(
-            self.target, found.centre[count:], found.spread[count:], recipes.noise_start(self.plan)
+            self.target, found.centre[count:], found.spread[count:], noise
         )
         return dataclasses.replace(scaling, standard=inputs)
 
@@ -342,8 +346,7 @@ class _Fit:
             return training.load(place.trained, device=estimator.device or "cpu")
         inputs = torch.from_numpy(scaling(self.x, np.float32))
         network = self.recipe.network(
-            inputs.shape[1], recipes.widths(estimator.hidden), self.target.outputs, self.plan,
-            estimator._regression,
+            inputs.shape[1], self.layers, self.target.outputs, self.plan, estimator._regression,
         )  # fmt: skip
         data = inputs, torch.from_numpy(self.target.values[self.rows])
         short = self.plan.steps * self.plan.batch_size < _SHORT

@@ -17,7 +17,7 @@ from dpbnn.estimators import frames, kinds
 from dpbnn.estimators.estimator import PrivateBayes
 from dpbnn.estimators.fitting import Target
 from dpbnn.estimators.scaling import Scaling, as_array, in_a_line, parsed_bounds
-from dpbnn.likelihoods import Gaussian, LearnedNoiseGaussian, Poisson
+from dpbnn.likelihoods import Gaussian, Likelihood, Poisson
 from dpbnn.predictive import CountPredictive, Predictive, RealPredictive
 from dpbnn.predictive.base import NumberPredictive
 
@@ -42,6 +42,8 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         schema: a `dpbnn.data.Schema`, or the path of one, in place of both kinds of bounds, as in
             the classifier.
         noise_std: of the observations, in the target's units; None learns it; not for counts.
+        hidden: widths of the hidden layers. "auto" is one of 32 units; with the method "auto" two,
+            where budget and rows will do for them, which public numbers tell.
         conformal: share of misses, such as 0.1, allowed to prediction intervals; they cost a fifth
             of epsilon and use a fifth of the rows, held out of the training.
 
@@ -64,7 +66,7 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         schema: Any = None,
         noise_std: float | None = None,
         features: str | None = None,
-        hidden: Any = (32,),
+        hidden: Any = "auto",
         prior: Any = None,
         batch_size: float | None = None,
         epochs: float | None = None,
@@ -202,7 +204,7 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         )
 
     def _shifted(
-        self, target: Target, centre: np.ndarray, spread: np.ndarray, start: float
+        self, target: Target, centre: np.ndarray, spread: np.ndarray, noise: Likelihood
     ) -> Target:
         self.target_standardisation_ = (float(centre[0]), float(spread[0]))
         likelihood: Any = target.likelihood
@@ -214,5 +216,5 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         if likelihood.noise_std is not None:
             likelihood = Gaussian(likelihood.noise_std / float(spread[0]))
         elif self.method == "auto":
-            likelihood = LearnedNoiseGaussian(start=start)
+            likelihood = noise
         return Target((target.values - centre) / spread, 1, likelihood, target.beside)

@@ -124,9 +124,11 @@ class LearnedNoiseGaussian(HeteroscedasticGaussian, name="gaussian, learned nois
     Args:
         lowest: bound on the absolute log-variance.
         start: log-variance at which learning begins.
+        sloped: whether the noise may rise or fall with the mean; see `networks.SlopedNoise`.
     """
 
     start: float = 0.0
+    sloped: bool = False
 
     never_raises = True
 

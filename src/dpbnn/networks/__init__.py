@@ -13,7 +13,15 @@ from dpbnn.networks.gaussian import (
 from dpbnn.networks.layers import arguments, attributes, register
 from dpbnn.networks.papers import cnn, mlp, training_mode
 from dpbnn.networks.scattering import Scattering
-from dpbnn.networks.standard import Beside, First, LearnedNoise, SharedDropout, SteepTanh, Steps
+from dpbnn.networks.standard import (
+    Beside,
+    First,
+    LearnedNoise,
+    SharedDropout,
+    SlopedNoise,
+    SteepTanh,
+    Steps,
+)
 
 __all__ = [
     "Beside",
@@ -25,6 +33,7 @@ __all__ = [
     "LearnedNoise",
     "Scattering",
     "SharedDropout",
+    "SlopedNoise",
     "SteepTanh",
     "Steps",
     "arguments",

@@ -22,7 +22,9 @@ from dpbnn.networks.pooling import pooling
 KNOTS = (-1.0, 0.0, 1.0)  # of `Steps`
 _RISEN = math.tanh(2.0)  # of a step, from one knot to the next
 
-__all__ = ["Beside", "First", "LearnedNoise", "SharedDropout", "SteepTanh", "Steps"]
+__all__ = [
+    "Beside", "First", "LearnedNoise", "SharedDropout", "SlopedNoise", "SteepTanh", "Steps",
+]  # fmt: skip
 
 
 def _linear(layer: Any, record: Any) -> Forward:
@@ -165,6 +167,45 @@ def _learned_noise(layer: Any, record: Any) -> Forward:
 
 
 register(LearnedNoise, _learned_noise, saved=lambda m: {"outputs": len(m.log_variance)})
+
+
+class SlopedNoise(LearnedNoise):
+    """Appends a learned log-variance that rises or falls with the network's outputs x.
+
+        s = log_variance + slope asinh(2 x)
+
+    It moves slowly where outputs are large. The outputs do not learn through it.
+
+    Args:
+        outputs: number of outputs.
+        log_variance: initial value; the slope begins at 0.
+    """
+
+    def __init__(self, outputs: int, log_variance: float = 0.0) -> None:
+        super().__init__(outputs, log_variance)
+        self.slope = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (x, log-variance), side by side."""
+        return torch.cat([x, self.log_variance + self.slope * torch.asinh(2 * x.detach())], -1)
+
+
+def _sloped_noise(layer: Any, record: Any) -> Forward:
+    """Of the log-variances' part of g_t: its sum, and its sum times asinh(2 x_t)."""
+    width = len(layer.log_variance)
+
+    def forward(x: Tensor) -> Tensor:
+        z = SlopedNoise.forward(layer, x)
+        gradients = {
+            "log_variance": lambda x, g: g[..., -width:],
+            "slope": lambda x, g: g[..., -width:] * torch.asinh(2 * x),
+        }
+        return record.direct(x, z, gradients)
+
+    return forward
+
+
+register(SlopedNoise, _sloped_noise, saved=lambda m: {"outputs": len(m.log_variance)})
 
 
 class Beside(nn.Sequential):
