@@ -250,7 +250,8 @@ def unique(names: Sequence[str], source: str, *, named: bool = True) -> None:
     for position, name in enumerate(names, 1):
         if not name:
             raise TableError(
-                f"{source}: column {position} has no name; name every column in the header"
+                f"{source}: column {position} has no name; name every column in the header, or "
+                f"leave it out (pandas: to_csv(..., index=False))"
             )
         if name in seen:
             which = repr(name) if named else f"{position}'s name"

@@ -264,10 +264,11 @@ def _columns(
     from pyarrow import csv as arrow_csv  # slow to import, and only text files need it
 
     names = [str(i) for i in range(width)]
+    # Arrow's threads win nothing on one block, and abort a process that ends as they start
     try:
         table = arrow_csv.read_csv(
             pa.BufferReader(data),
-            arrow_csv.ReadOptions(block_size=len(data) + 1, column_names=names),
+            arrow_csv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=names),
             arrow_csv.ParseOptions(
                 delimiter=separator, quote_char='"' if quotes else False, newlines_in_values=several
             ),
