@@ -130,6 +130,15 @@ def test_odd_columns_of_frames_are_refused_before_spending(place, values, words)
     assert ledger.releases == 0
 
 
+def test_an_estimator_says_that_it_is_evaluated_on_its_training_table(place):
+    model = dpbnn.PrivateBayesClassifier(schema="schema.toml", epochs=2).fit("table.csv")
+    with pytest.warns(UserWarning, match="these are the records of the training"):
+        model.evaluate("table.csv")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.evaluate("test.csv")
+
+
 def test_a_drafted_target_is_named_by_its_own_key():
     with pytest.raises(TableError, match="target 'y': classes: still TODO"):
         Schema.from_toml(SCHEMA.replace('["no", "yes"]', '["TODO"]'))
