@@ -31,7 +31,16 @@ from dpbnn.storage import versions
 if TYPE_CHECKING:
     from dpbnn.estimators.estimator import PrivateBayes
 
-__all__ = ["Tested", "described", "evaluated", "page", "tested", "values_of", "with_records", "write"]
+__all__ = [
+    "Tested",
+    "described",
+    "evaluated",
+    "page",
+    "tested",
+    "values_of",
+    "with_records",
+    "write",
+]
 
 _TASKS = {
     **dict.fromkeys(("categorical", "bernoulli"), "Classification"),
