@@ -264,7 +264,7 @@ def _columns(
     from pyarrow import csv as arrow_csv  # slow to import, and only text files need it
 
     names = [str(i) for i in range(width)]
-    # Arrow's threads win nothing on one block, and abort a process that ends as they start
+    # Arrow's threads could abort a process that ended right after reading
     try:
         table = arrow_csv.read_csv(
             pa.BufferReader(data),
