@@ -66,7 +66,7 @@ def test_an_id_column_is_carried_through(fitted, capsys):
 
     code, _, err = run(capsys, "predict", "run", "new.csv", "--id", "nobody")
     assert code == 2
-    assert "--id nobody: no column of the table" in err
+    assert "--id nobody: is not in the table" in err
     (fitted / "clash.csv").write_text("prediction,age,bmi,sex\n1,50,20,F\n")
     code, _, err = run(capsys, "predict", "run", "clash.csv", "--id", "prediction")
     assert code == 2
@@ -135,7 +135,7 @@ def test_evaluate_by_group_with_a_positive_class(fitted, capsys):
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("--group", "nothing", "--group nothing: no column of the table"),
+        ("--group", "nothing", "--group nothing: is not in the table"),
         ("--group", "patient", "200 different values, at most 100"),
         ("--positive", "maybe", "--positive maybe: needs yes or no"),
         ("--threshold", 0, "--threshold 0: must lie between 0 and 1"),

@@ -130,7 +130,7 @@ def test_schema_check_lists_every_problem_at_once(capsys, place):
     code, out, err = run(capsys, *check)
     assert (code, out) == (2, "")
     expected = [
-        "column 'a': bounds is still TODO",
+        "column 'a': bounds: still TODO",
         "column 'b': bounds = [9, 1]: are reversed",
         "schema: 'speed' means nothing here",
         "the column 'gone' of the schema is absent",

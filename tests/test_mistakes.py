@@ -88,6 +88,62 @@ def test_one_person_alone_is_refused_before_spending(place, capsys):
     assert not (place / "run").exists()
 
 
+@pytest.mark.parametrize(("text", "words"), [
+    ("," + ROWS.replace("\n", "\n7,"), "column 1 has no name; name every column in the header, or"),
+    (ROWS.replace("\n", ",\n").replace("y,", "y", 1), "one line: has 5 values where 4 columns are"),
+    ("\ufeff" + ROWS.replace(",no", ",", 1), "1 value cannot be used; one is missing; fill it in"),
+    (ROWS.replace(",39,", ',"39,5",', 1), "one has a comma; read the table with decimal=','"),
+    (ROWS.replace(",39,", ",39 secret,", 1), "one is not a number; correct it, or declare"),
+    (ROWS.replace(",F,", ',"secret\nward",', 1), "column 'sex': 1 value cannot be used"),
+    (ROWS.replace(",no", ",secret", 1), "column 'y': 1 value cannot be used; one is none of 'no'"),
+    (ROWS.replace("age", "who", 1), "column 2's name is there twice; rename one of the two"),
+])  # fmt: skip
+def test_odd_files_are_refused_in_one_line_that_quotes_no_cell(place, text, words):
+    (place / "table.csv").write_text(text, encoding="utf-8")
+    ledger = dpbnn.Ledger()
+    model = dpbnn.PrivateBayesClassifier(schema="schema.toml", ledger=ledger, epochs=2)
+    with pytest.raises(TableError) as error:
+        model.fit("table.csv")
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+    assert "secret" not in str(error.value)
+    assert ledger.releases == 0
+
+
+@pytest.mark.parametrize(("values", "words"), [
+    (lambda pandas: pandas.period_range("2020", periods=40, freq="D"), "of type Period"),
+    (lambda pandas: pandas.cut(np.arange(40), 3), "of type Interval"),
+    (lambda pandas: np.ones(40) * 1j, "holds complex numbers; give numbers or text"),
+    (lambda pandas: pandas.to_timedelta(np.arange(40), "D"), "time spans; turn them into numbers"),
+    (lambda pandas: pandas.array([1, None] * 20, dtype="Int64"), "20 values cannot be used"),
+    (lambda pandas: [[1, 2]] * 40, "of type list; give numbers or text"),
+    (lambda pandas: [None] * 40, "'age' has no value in any row"),
+])  # fmt: skip
+def test_odd_columns_of_frames_are_refused_before_spending(place, values, words):
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.read_csv("table.csv").assign(age=values(pandas))
+    ledger = dpbnn.Ledger()
+    model = dpbnn.PrivateBayesClassifier(schema="schema.toml", ledger=ledger, epochs=2)
+    with pytest.raises(TableError) as error:
+        model.fit(frame)
+    assert words in str(error.value)
+    assert ledger.releases == 0
+
+
+def test_an_estimator_says_that_it_is_evaluated_on_its_training_table(place):
+    model = dpbnn.PrivateBayesClassifier(schema="schema.toml", epochs=2).fit("table.csv")
+    with pytest.warns(UserWarning, match="these are the records of the training"):
+        model.evaluate("table.csv")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.evaluate("test.csv")
+
+
+def test_a_drafted_target_is_named_by_its_own_key():
+    with pytest.raises(TableError, match="target 'y': classes: still TODO"):
+        Schema.from_toml(SCHEMA.replace('["no", "yes"]', '["TODO"]'))
+
+
 @pytest.mark.parametrize(("settings", "words"), [
     ({"conformal": "yes"}, "conformal='yes': must be a share of misses"),
     ({"ledger": 3}, "ledger=3: must be a ledger"),

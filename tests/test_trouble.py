@@ -130,7 +130,7 @@ def test_compare_gives_the_figures_that_were_asked_for_and_refuses_first(place, 
         (("--methods", "sgd,sep"), "is for regression"),
         (("--methods", "sgd", "--threshold", "2"), "between 0 and 1"),
         (("--methods", "sgd", "--positive", "maybe"), "needs 0 or 1"),
-        (("--methods", "sgd", "--group", "gender"), "no column of the table"),
+        (("--methods", "sgd", "--group", "gender"), "is not in the table"),
     ):
         code, _, err = run(capsys, *common, *wrong, "--out", "no")
         assert code == 2

@@ -122,6 +122,23 @@ def test_a_number_may_stand_for_missing(tmp_path):
     np.testing.assert_array_equal(read_table(path, missing=["0"])["a"], [1, -999, np.nan])
 
 
+def test_arrow_starts_no_threads(tmp_path, monkeypatch):
+    """A command that fails right after reading was aborted while they started."""
+    from pyarrow import csv
+
+    read, threads = csv.read_csv, []
+
+    def watched(data, options, *others):
+        threads.append(options.use_threads)
+        return read(data, options, *others)
+
+    monkeypatch.setattr(csv, "read_csv", watched)
+    path = tmp_path / "t.csv"
+    path.write_text(plain(20))
+    assert read_table(path).n == 20
+    assert threads == [False]
+
+
 def test_infinity_may_stand_for_missing(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("a,b\n1,inf\n2,3\n")

@@ -140,7 +140,7 @@ def _columns(run: Run, rows: Table, target: str | None) -> tuple[Table, Any]:
             )
         return rows, None
     if target is None or target not in rows:
-        given = "missing" if target is None else f"{target} is no column of the table"
+        given = "missing" if target is None else f"{target} is not in the table"
         raise ValueError(
             f"--target: {given}; the run has no schema, so name the column of the true values; the "
             f"table has {rows.listed()}"
@@ -164,6 +164,6 @@ def _group(rows: Table, column: str) -> list[str | None]:
     from dpbnn.data.table import cell
 
     if column not in rows:
-        raise ValueError(f"--group {column}: no column of the table; it has {rows.listed()}")
+        raise ValueError(f"--group {column}: is not in the table, which has {rows.listed()}")
     found = [cell(value) for value in rows.raw(column)]
     return [None if value in rows.missing else value for value in found]

@@ -19,7 +19,7 @@ def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
                      help="Encoding of text files."),
         click.option("--separator",
                      help="Separator of the values [default: found from the first lines]."),
-        click.option("--decimal", default=".", show_default=True, help="Decimal point."),
+        click.option("--decimal", default=".", show_default=True, help="Decimal mark, . or ,"),
         click.option("--comment", metavar="MARK", help="Skip lines that begin with this mark."),
         click.option("--names", help="Names of the columns, with commas, where a text file has no "
                      "header."),

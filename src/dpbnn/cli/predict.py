@@ -135,7 +135,7 @@ def _identifiers(rows: Table, name: str) -> list[str]:
     from dpbnn.data.table import cell
 
     if name not in rows:
-        raise ValueError(f"--id {name}: no column of the table; it has {rows.listed()}")
+        raise ValueError(f"--id {name}: is not in the table, which has {rows.listed()}")
     return [cell(value) or "" for value in rows.raw(name)]
 
 

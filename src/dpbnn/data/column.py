@@ -88,7 +88,7 @@ class Column:
         for field in ("bounds", "categories", "cuts", "missing", "kind"):
             self._need(
                 "TODO" not in _flat(getattr(self, field)),
-                f"{field} is still TODO; fill in what is publicly known, or delete the column",
+                f"{field}: still TODO; fill in what is publicly known, or delete the column",
             )
         for field in ("other", "log"):
             value = getattr(self, field)
@@ -347,7 +347,9 @@ def _no_number(value: Any) -> str:
         return "has a comma; read the table with decimal=',' (--decimal ,), or take the comma out"
     if _separated(text):
         return "has separators of thousands; take them out of the table"
-    return "is not a number; correct it, or declare the column with categories in the schema"
+    return (
+        "is not a number; correct it, or declare categories (for a target: classes) in the schema"
+    )
 
 
 def is_date(text: str) -> bool:

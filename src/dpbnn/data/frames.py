@@ -109,9 +109,10 @@ def column_of(name: str, values: Any, source: str, on_bad_rows: str = "error") -
     if values.dtype.kind == "M":
         return dates.as_text(values)
     kind = {"m": "time spans", "c": "complex numbers"}.get(values.dtype.kind, str(values.dtype))
-    raise TableError(
-        f"{source}: column {name!r} holds {kind}; turn them into numbers, such as days"
+    cure = (
+        "turn them into numbers, such as days" if kind == "time spans" else "give numbers or text"
     )
+    raise TableError(f"{source}: column {name!r} holds {kind}; {cure}")
 
 
 def _cell(value: Any, kinds: set[str]) -> str | None:

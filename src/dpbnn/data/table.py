@@ -169,12 +169,7 @@ def numbers(raw: Held, missing: frozenset[str] = MISSING) -> tuple[np.ndarray, n
     """Return a column as float64 with NaN for missing, and which values are not numbers, if any."""
     if isinstance(raw, np.ndarray) and raw.dtype.kind in "biuf":
         return np.asarray(raw, dtype=np.float64), None
-    if isinstance(raw, pa.ChunkedArray):
-        found = [numbers(chunk, missing) for chunk in raw.chunks] or [numbers([], missing)]
-        bad = [np.zeros(len(own), bool) if bad is None else bad for own, bad in found]
-        worst = np.concatenate(bad)
-        return np.concatenate([own for own, _ in found]), worst if worst.any() else None
-    if isinstance(raw, pa.Array):
+    if isinstance(raw, pa.Array | pa.ChunkedArray):
         values = _cast(raw, missing)
         if values is not None:
             return values, None
@@ -209,9 +204,7 @@ def days(raw: Held, missing: frozenset[str] = MISSING) -> tuple[np.ndarray, np.n
         distinct, at = np.unique(raw, return_inverse=True)
         values, unreadable = dates.days([cell(value) for value in distinct.tolist()], missing)
         return values[at], None if unreadable is None else unreadable[at]
-    if isinstance(raw, pa.ChunkedArray):
-        raw = raw.combine_chunks()
-    if isinstance(raw, pa.Array):
+    if isinstance(raw, pa.Array | pa.ChunkedArray):
         texts, at = _distinct(raw)
         values, unreadable = dates.days(texts, missing)
         return values[at], None if unreadable is None else unreadable[at]
@@ -228,9 +221,7 @@ def codes(
         distinct, positions = np.unique(raw, return_inverse=True)
         texts = [cell(value) for value in distinct.tolist()]
         return codes(texts or [None], categories, missing)[positions]
-    if isinstance(raw, pa.ChunkedArray):
-        return np.concatenate([codes(chunk, categories, missing) for chunk in raw.chunks or [[]]])
-    if isinstance(raw, pa.Array):
+    if isinstance(raw, pa.Array | pa.ChunkedArray):
         own, at = _distinct(raw)
         return codes(own, categories, missing)[at]
     texts, spelled = _list(raw), with_spellings(categories)
@@ -259,7 +250,8 @@ def unique(names: Sequence[str], source: str, *, named: bool = True) -> None:
     for position, name in enumerate(names, 1):
         if not name:
             raise TableError(
-                f"{source}: column {position} has no name; name every column in the header"
+                f"{source}: column {position} has no name; name every column in the header, or "
+                f"leave it out (pandas: to_csv(..., index=False))"
             )
         if name in seen:
             which = repr(name) if named else f"{position}'s name"
@@ -309,7 +301,7 @@ def _reads_as_number(text: str) -> bool:
     return number is not None and not math.isnan(number)
 
 
-def _cast(texts: pa.Array, missing: frozenset[str]) -> np.ndarray | None:
+def _cast(texts: pa.Array | pa.ChunkedArray, missing: frozenset[str]) -> np.ndarray | None:
     """Return texts as numbers by Arrow, or None where Python must read them.
 
     Arrow does not know all digits that Python knows, and reads "nan(x)". `to_numpy` in place of
@@ -319,7 +311,7 @@ def _cast(texts: pa.Array, missing: frozenset[str]) -> np.ndarray | None:
 
     if not texts.null_count and not any(map(_reads_as_number, missing)):
         try:
-            values = np.from_dlpack(texts.cast(pa.float64()))
+            values = np.from_dlpack(_whole(texts.cast(pa.float64())))
             return None if np.isnan(values).any() else values
         except pa.ArrowException:  # a missing value, perhaps
             pass
@@ -328,21 +320,24 @@ def _cast(texts: pa.Array, missing: frozenset[str]) -> np.ndarray | None:
         found = pc.if_else(known, pa.scalar(None, texts.type), texts).cast(pa.float64())
     except pa.ArrowException:
         return None
-    values = np.from_dlpack(pc.fill_null(found, math.nan))
+    values = np.from_dlpack(_whole(pc.fill_null(found, math.nan)))
     return None if np.isnan(values).sum() != found.null_count else values
 
 
-def _distinct(texts: pa.Array) -> tuple[list[str | None], np.ndarray]:
+def _whole(values: pa.Array | pa.ChunkedArray) -> pa.Array:
+    return values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+
+
+def _distinct(texts: pa.Array | pa.ChunkedArray) -> tuple[list[str | None], np.ndarray]:
     """Return the distinct texts, and for every row which of them it holds."""
-    coded = texts.dictionary_encode("encode")
+    coded = _whole(texts.dictionary_encode("encode"))
     return coded.dictionary.to_pylist(), np.from_dlpack(coded.indices)
 
 
 def distinct_texts(raw: Held) -> set[str | None]:
     """Return the different texts of a column."""
-    if isinstance(raw, pa.ChunkedArray):
-        return {text for chunk in raw.chunks for text in _distinct(chunk)[0]}
-    return set(_distinct(raw)[0] if isinstance(raw, pa.Array) else _list(raw))
+    arrow = isinstance(raw, pa.Array | pa.ChunkedArray)
+    return set(_distinct(raw)[0] if arrow else _list(raw))
 
 
 def _taken(raw: Held, index: np.ndarray) -> Held:

@@ -31,6 +31,10 @@ def target_of_values(values: Mapping[str, Any]) -> Column:
             f"schema, target {name!r}: kind = {kind!r}: must be 'count' or 'ordinal'; leave it out "
             f"for unordered classes, or for a number within bounds"
         )
+    if "TODO" in (classes or ()):
+        raise TableError(
+            f"schema, target {name!r}: classes: still TODO; fill in what is publicly known"
+        )
     if cuts is not None:
         found = cut(name, cuts, classes or (), kind or "numeric")
     elif classes is None and bounds is None:

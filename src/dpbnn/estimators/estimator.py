@@ -192,7 +192,7 @@ class PrivateBayes(BaseEstimator):
             y: test targets; with a schema they may be a column of X.
             **options: of `dpbnn.evaluation.evaluate`.
         """
-        return pages.tested(self, X, y, options).evaluation
+        return pages.evaluated(self, X, y, options)
 
     def report(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,16 @@ from dpbnn.storage import versions
 if TYPE_CHECKING:
     from dpbnn.estimators.estimator import PrivateBayes
 
-__all__ = ["Tested", "described", "page", "tested", "values_of", "with_records", "write"]
+__all__ = [
+    "Tested",
+    "described",
+    "evaluated",
+    "page",
+    "tested",
+    "values_of",
+    "with_records",
+    "write",
+]
 
 _TASKS = {
     **dict.fromkeys(("categorical", "bernoulli"), "Classification"),
@@ -96,6 +106,18 @@ def tested(estimator: PrivateBayes, X: Any, y: Any, options: Mapping[str, Any]) 
     found = evaluate(predictive, truth, **{**named, **options})
     covered = _coverage(estimator, predictive, truth)
     return Tested(predictive, truth, found, covered, estimator._trained_on(X, y))
+
+
+def evaluated(estimator: PrivateBayes, X: Any, y: Any, options: Mapping[str, Any]) -> Evaluation:
+    """Return metrics on test data, and warn where they are the training data."""
+    found = tested(estimator, X, y, options)
+    if found.training_table:
+        warnings.warn(
+            "X: these are the records of the training; the figures do not say how the model does "
+            "on new records, and epsilon does not cover them; give other records",
+            stacklevel=3,
+        )
+    return found.evaluation
 
 
 def values_of(found: Tested) -> dict[str, Any]:
