@@ -193,7 +193,7 @@ class DescentProcess(Process[DescentState]):
             rate = self.settings.rate(state.steps, self.problem.steps)
         descend = functools.partial(self._descend, state, release, rate)
         if rule is not None and rule.fixed:
-            self.replays(rate, descend, (release, state.drawn))
+            self.replays(("update", rate), descend, (release, state.drawn))
         else:  # Adam's step depends on its number; a user's own may do anything
             descend()
         if state.schedule is not None:
