@@ -712,19 +712,6 @@ def test_only_the_noise_of_auto_with_enough_budget_goes_with_the_mean(rows, slop
     assert not METHODS["moments"].learned_noise(plan).sloped
 
 
-def test_residuals_of_moments_are_bounded_by_the_target_where_that_is_not_standardised():
-    """Public spreads are half of half the bounds: no target is further than 2 of them."""
-    from dpbnn.estimators.budget import settled_plan
-    from dpbnn.estimators.recipes import METHODS
-
-    def bound(standardised, epsilon=0.1):
-        plan = settled_plan(2000, epsilon, 1e-5, None, None, steps=3, every=True)
-        found = METHODS["moments"].settings(plan, None, True, None, None, 4, 0, standardised)
-        return found.target_bound
-
-    assert bound(False) == 2.0 < bound(True) == bound(False, None) == 3.0
-
-
 @pytest.mark.parametrize("epsilon", [0.1, 3.0, None])
 def test_steps_of_auto_are_shorter_for_classes_on_many_columns(epsilon):
     from dpbnn.estimators.budget import settled_plan

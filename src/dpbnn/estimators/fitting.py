@@ -232,7 +232,7 @@ class _Fit:
             noise = kinds.steepness(target.likelihood)
             self.method = self.recipe.settings(
                 self.plan, noise, estimator._regression, estimator.learning_rate, estimator.clip,
-                columns, len(self.layers), plans.standard is not None,
+                columns, len(self.layers),
             )  # fmt: skip
         if plans.bounds is not None or self.method is estimator.method:
             self.method.settled(self.plan)  # refuses settings before anything is paid for

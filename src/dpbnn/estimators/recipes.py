@@ -51,7 +51,6 @@ import numpy as np
 import torch
 
 from dpbnn import methods
-from dpbnn.data.standardising import PUBLIC
 from dpbnn.estimators.budget import HIDDEN
 from dpbnn.likelihoods import LearnedNoiseGaussian
 from dpbnn.methods.method import Method
@@ -214,7 +213,6 @@ class Recipe:
         clip: float | None,
         columns: int,
         depth: int = 1,
-        standardised: bool = True,
     ) -> Method:
         """Return the method's settings for a plan.
 
@@ -227,12 +225,8 @@ class Recipe:
             clip: the user's, if any.
             columns: number of inputs.
             depth: number of hidden layers.
-            standardised: whether centre and spread of the target are released; else they are public
-                and no scaled target is larger than 1/PUBLIC, which bounds the first residuals.
         """
         options = dict(self.options)
-        if self.linear and regression and plan.private and not standardised:
-            options["target_bound"] = 1 / PUBLIC
         rate = learning_rate
         if self.rate is None:
             if rate is not None:
