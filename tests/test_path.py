@@ -18,7 +18,10 @@ from dpbnn.training import _Run
 SOURCE = Path(dpbnn.__file__).parent
 LIST = Path(__file__).parents[1] / "docs" / "architecture.md"
 # Whose calls into other files are the path; what these call works for them alone.
-TRUNK = ("training.py", "methods/method.py", "privacy/gate.py", "privacy/mechanisms.py")
+TRUNK = (
+    "training.py", "methods/method.py", "methods/descent.py", "privacy/gate.py",
+    "privacy/mechanisms.py",
+)  # fmt: skip
 # Public settings, and errors without private texts: nothing of the batch goes there.
 ASIDE = ("messages.py", "privacy/events.py", "privacy/grid.py", "privacy/ledger.py",
          "privacy/relation.py", "privacy/plan.py", "privacy/sampling.py")  # fmt: skip
