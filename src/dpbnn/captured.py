@@ -4,11 +4,11 @@ Two parts of a step are graphs: a batch's clipped sum, from the gather of its re
 update of the method. Between them the gate adds the noise, by a kernel of its own with the key of
 that release: no noise is ever part of a graph.
 
-Batches are padded to a public capacity with rows that count as zero. A batch above it is summed in
-parts, by one replay for each; their sums are added up in float64, as those of microbatches are.
-What changes from step to step lies in device memory: the records, the parameters, the state of
-torch's generator. All else that a graph depends on is part of its key, so that another value is
-another graph. What cannot be captured runs as it would on the CPU.
+Batches are padded to a public capacity with rows that count as zero. What a batch has above it is
+summed in smaller parts, by one replay for each of another graph; the sums are added up in float64,
+as those of microbatches are. What changes from step to step lies in device memory: the records, the
+parameters, the state of torch's generator. All else that a graph depends on is part of its key, so
+that another value is another graph. What cannot be captured runs as it would on the CPU.
 """
 
 from __future__ import annotations
@@ -175,6 +175,8 @@ class CapturedStep(Replayed):
         limit: most examples recorded at once; None is no limit.
 
     Attributes:
+        capacity: rows of a batch that are summed at once.
+        more: rows of each part of what a batch has above that.
         drawn: what the present step has drawn without the data.
         by_python: whether the last sum was made by Python, and not by a replay.
     """
@@ -194,6 +196,7 @@ class CapturedStep(Replayed):
         self.summed_in, self.sum_error = like.summed_in, like.sum_error
         whole = capacity(sampler, len(self.y))
         self.capacity, self.batch_size = min(whole, limit or whole), 0
+        self.more = min(self.capacity, limit or _some(math.sqrt(sampler.batch_size)))
         self.replays = Replays()
         self._block = torch.full((_AHEAD, self.capacity), -1, device=self.device)
         self._row, self._rows = 0, 0
@@ -232,9 +235,14 @@ class CapturedStep(Replayed):
         """Yield the batches; many of them are drawn, and copied to the device, at once."""
         while block := list(itertools.islice(batches, _AHEAD)):
             for batch in block:
-                whole = len(batch) <= self.capacity
-                self._waiting.extend([batch] if whole else torch.split(batch, self.capacity))
+                self._waiting.extend(self._split(batch))
             yield from block
+
+    def _split(self, rows: Tensor) -> Iterable[Tensor]:
+        """Return the parts of a batch: the first one of the capacity, the others smaller."""
+        if len(rows) <= self.capacity:
+            return (rows,)
+        return rows[: self.capacity], *torch.split(rows[self.capacity :], self.more)
 
     def _next(self) -> None:
         """Go on to the next part of a batch; many are copied to the device at once."""
@@ -254,7 +262,7 @@ class CapturedStep(Replayed):
     def load(self, batch: Tensor, state: State) -> CapturedStep:
         """Return the contributions of the batch that `ahead` has yielded."""
         self.batch_size, self._state = len(batch), state
-        self._parts = max(1, -(-len(batch) // self.capacity))
+        self._parts = 1 + max(0, -(-(len(batch) - self.capacity) // self.more))
         return self
 
     @contextlib.contextmanager
@@ -283,7 +291,7 @@ class CapturedStep(Replayed):
             sum_of: the gate's.
         """
         self.by_python = False
-        masks = [None] * self._parts if keep is None else torch.split(keep, self.capacity)
+        masks = [None] * self._parts if keep is None else self._split(keep)
         for index, mask in enumerate(masks):
             self._next()
             if mask is not None:
@@ -332,7 +340,7 @@ class CapturedStep(Replayed):
         """
         self.by_python = True
         self._before.copy_(self._flat)
-        padded = self._block.index_select(0, self._at)[0]
+        padded = self._block.index_select(0, self._at)[0, : self.more if drawn else self.capacity]
         self._at += 1
         keep, records = padded >= 0, padded.clamp(min=0)
         if self.kept is not None:
@@ -399,6 +407,11 @@ def capacity(sampler: Sampler, size: int) -> int:
     rows = float(sampler.batch_size)
     if sampler.size(0) is None:
         spread = math.sqrt(rows)
-        choices = (math.ceil((rows + i * spread / 8) / 8) * 8 for i in range(33))
+        choices = (_some(rows + i * spread / 8) for i in range(33))
         rows = min(choices, key=lambda c: c * (1 + 0.5 * math.erfc((c - rows) / spread / 2**0.5)))
-    return max(1, min(math.ceil(rows / 8) * 8, size))
+    return max(1, min(_some(rows), size))
+
+
+def _some(rows: float) -> int:
+    """Return a number of rows that suits the device."""
+    return math.ceil(rows / 8) * 8
