@@ -27,10 +27,10 @@ and two questions and 13 ways to ask them on 36 of these. The clip of a classifi
 was chosen on four further generated tables of classes (400 to 1500 rows, 8 to 30 columns, 2 to 4
 classes) at epsilon 0.1: ten settings in about 750 simulated trainings, and about 100 fits of these
 and five more at epsilon 0.1 to 1. That it is for few columns alone was settled after ten fits of
-digits and ten of breast cancer in benchmarks/, where a constant rate was given up too. Four others,
-a linear model alone, two sizes of a constant beside the inputs and a constant rate at larger
-budgets, were given up after 158 fits of nine such tables (400 to 6000 rows). The two layers of a
-regressor, with their steps, were chosen on 18 further generated tables of numbers (6000 to 40 000
+digits, breast cancer and small each in benchmarks/, where a constant rate was given up too. Four
+others, a linear model alone, two sizes of a constant beside the inputs and a constant rate at
+larger budgets, were given up after 158 fits of nine such tables (400 to 6000 rows). The two layers of
+a regressor, with their steps, were chosen on 18 further generated tables of numbers (6000 to 40 000
 rows, 4 to 15 columns) at epsilon 0.1 to 3 and without privacy: about 60 settings of width, depth,
 rate, clip, slope, steps and whitening in about 4100 simulated trainings, after which power was run.
 The noise that goes with the mean was chosen from three shapes on three generated tables (a long
