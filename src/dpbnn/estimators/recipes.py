@@ -15,12 +15,12 @@ rows) and three of numbers (150 to 300) at epsilon 0.1 to 1: five settings in 66
 trainings, and on 38 of these six questions for classes and two for numbers. What was wrong had been
 looked at in 24 fits of eight tables of benchmarks/, with the earlier settings; up to what error a
 regressor's scale is tried was settled after two fits of small-numbers there, and the 4/sqrt(n) of
-the questions by the cases of benchmarks/recalibration.py. The steep units were chosen on
-ten further generated tables of numbers (5000 to 30 000 rows) at epsilon 1 and 3: 21 settings in
-about 300 simulated trainings, after which power was run; the priors without privacy on nine of
-numbers and three of classes: seven in 90. Another start of a small regressor's noise, chosen on
-four of numbers in 80, was given up after four fits of diabetes. The steps of a classifier on many
-columns, and how records are weighted in the question that has less noise, were chosen on 17 further
+the questions by the cases of benchmarks/recalibration.py. The steep units were chosen on ten
+further generated tables of numbers (5000 to 30 000 rows) at epsilon 1 and 3: 21 settings in about
+300 simulated trainings, after which power was run; the priors without privacy on nine of numbers
+and three of classes: seven in 90. Another start of a small regressor's noise, chosen on four of
+numbers in 80, was given up after four fits of diabetes. The steps of a classifier on many columns,
+and how records are weighted in the question that has less noise, were chosen on 17 further
 generated tables of classes (400 to 20 000 rows, 6 to 93 columns) at epsilon 0.1 to 3: 14 settings
 in 244 simulated trainings (that tiny budgets are left out, after a look at digits of benchmarks/),
 and two questions and 13 ways to ask them on 36 of these. The clip of a classifier's tiny budgets
@@ -29,13 +29,13 @@ classes) at epsilon 0.1: ten settings in about 750 simulated trainings, and abou
 and five more at epsilon 0.1 to 1. That it is for few columns alone was settled after ten fits of
 digits, breast cancer and small each in benchmarks/, where a constant rate was given up too. Four
 others, a linear model alone, two sizes of a constant beside the inputs and a constant rate at
-larger budgets, were given up after 158 fits of nine such tables (400 to 6000 rows). The two layers of
-a regressor, with their steps, were chosen on 18 further generated tables of numbers (6000 to 40 000
-rows, 4 to 15 columns) at epsilon 0.1 to 3 and without privacy: about 60 settings of width, depth,
-rate, clip, slope, steps and whitening in about 4100 simulated trainings, after which power was run.
-The noise that goes with the mean was chosen from three shapes on three generated tables (a long
-tail, a noise that grows, heavy tails) in 54, after a look at what was wrong in 15 fits of prices.
-Those of the other methods were chosen on splits of the training parts of public tables
+larger budgets, were given up after 158 fits of nine such tables (400 to 6000 rows). The two layers
+of a regressor, with their steps, were chosen on 18 further generated tables of numbers (6000 to 40
+000 rows, 4 to 15 columns) at epsilon 0.1 to 3 and without privacy: about 60 settings of width,
+depth, rate, clip, slope, steps and whitening in about 4100 simulated trainings, after which power
+was run. The noise that goes with the mean was chosen from three shapes on three generated tables (a
+long tail, a noise that grows, heavy tails) in 54, after a look at what was wrong in 15 fits of
+prices. Those of the other methods were chosen on splits of the training parts of public tables
 (benchmarks/command.py repeats it), at epsilon 1, for accuracy and calibration together.
 """
 
