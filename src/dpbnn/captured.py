@@ -91,9 +91,9 @@ class Replays:
             graph, result = self._graphs[key]
             graph.replay()
             return result
-        self._seen[key] = self._seen.get(key, 0) + 1
         if self._refused or len(self._graphs) >= _GRAPHS:
             return work()
+        self._seen[key] = self._seen.get(key, 0) + 1
         if len(self._seen) > 64:  # of keys that change with every step
             self._seen.clear()
         seen = Writes(writes or ())
