@@ -16,6 +16,7 @@ import pytest
 import torch
 from fake_graphs import install
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from twins import fails_on, twins_of
 
 import dpbnn
@@ -413,6 +414,29 @@ def test_the_loop_waits_for_nothing():
         seen.clear()
         fitted(method, make, steps=140, watch=strict)
         assert sum(seen) > 80
+
+
+class Compiled(nn.Module):
+    """Has to be compiled, as flex attention does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x):
+        if _get_current_dispatch_mode() is not None:
+            raise RuntimeError("torch.compile with fullgraph=True found no compiled frames")
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_network_that_cannot_be_looked_at_runs_as_it_is(device):
+    """It is found out on made-up records, before anything is spent."""
+    with pytest.warns(RuntimeWarning, match="does not run while one looks"):
+        found, run = fitted(dpbnn.SGD(), Compiled, device=device)
+    wanted, _ = fitted(dpbnn.SGD(), Compiled, device=device, capture=False)
+    assert run.captured is None
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 class Branches(nn.Module):

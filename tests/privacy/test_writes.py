@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops import while_loop
 
 from dpbnn.privacy.writes import Writes
 
@@ -103,6 +104,14 @@ def test_a_write_to_what_was_there_is_seen(name):
         WRITES[name](torch.rand(2, 4))
     assert seen.foreign is not None
     assert seen.foreign.startswith("aten::")
+
+
+def test_operations_that_run_functions_run_and_count_as_writes():
+    """Nobody looks into them; torch would refuse them outright."""
+    with Writes(()) as seen:
+        found = while_loop(lambda n: n < 3, lambda n: (n + 1,), (torch.tensor(0),))
+    assert found[0] == 3
+    assert seen.foreign == "while_loop"
 
 
 @pytest.mark.parametrize("name", PURE)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,9 +25,9 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     **Guarantee.** `foreign` names an operation that has written to a tensor that is neither one of
     `allowed` nor made by an earlier operation in here, or that was given a tensor with a dispatch
-    of its own, whose memory is not known; it is None where there was none. Kernels that are
-    launched past torch's dispatcher are not seen, as version counters do not see them, nor are
-    other threads.
+    of its own, whose memory is not known, or that runs functions; it is None where there was none.
+    Kernels that are launched past torch's dispatcher are not seen, as version counters do not see
+    them, nor are other threads.
 
     Args:
         allowed: tensors that may be written to.
@@ -36,6 +37,8 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read: all other tensors that were used. A graph has their addresses: who keeps it keeps
             these.
     """
+
+    supports_higher_order_operators = True  # without it torch raises an error for these
 
     def __init__(self, allowed: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -52,6 +55,9 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Note what an operation reads, writes and makes, and run it."""
         kwargs = kwargs or {}
+        if isinstance(function, HigherOrderOperator):  # runs functions, as flex_attention does
+            self.foreign = str(function)
+            return function(*args, **kwargs)
         used = {_memory(tensor): tensor for tensor in _tensors((args, kwargs))}
         outside = {place: one for place, one in used.items() if place not in self._own}
         self.read |= outside
