@@ -16,6 +16,7 @@ import pytest
 import torch
 from fake_graphs import install
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from twins import fails_on, twins_of
 
 import dpbnn
@@ -182,9 +183,10 @@ def test_a_replay_is_of_the_same_key_and_the_same_tensors(monkeypatch):
     for key, tensor in [("a", one)] * 5 + [("a", two)] * 2 + [("b", one)] * 2:
         replays(key, lambda: ran.append(0), tensor)
     assert (len(ran), len(played), replays.count) == (3 + 2 + 2, 3, 1)
-    for key in range(500):
-        replays(key, lambda: ran.append(0))
-    assert len(replays._seen) <= 65
+    for replays._refused in (False, True):
+        for key in range(500):
+            replays(key, lambda: ran.append(0))
+        assert len(replays._seen) <= 65
 
 
 @pytest.mark.parametrize(
@@ -413,6 +415,29 @@ def test_the_loop_waits_for_nothing():
         seen.clear()
         fitted(method, make, steps=140, watch=strict)
         assert sum(seen) > 80
+
+
+class Compiled(nn.Module):
+    """Has to be compiled, as flex attention does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x):
+        if _get_current_dispatch_mode() is not None:
+            raise RuntimeError("torch.compile with fullgraph=True found no compiled frames")
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_network_that_cannot_be_looked_at_runs_as_it_is(device):
+    """It is found out on made-up records, before anything is spent."""
+    with pytest.warns(RuntimeWarning, match="does not run while one looks"):
+        found, run = fitted(dpbnn.SGD(), Compiled, device=device)
+    wanted, _ = fitted(dpbnn.SGD(), Compiled, device=device, capture=False)
+    assert run.captured is None
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 class Branches(nn.Module):

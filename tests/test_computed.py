@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpbnn
-from dpbnn.computed import digest
+from dpbnn.computed import code, digest
 
 KEY = bytes(range(32))
 settings = types.ModuleType("settings")
@@ -180,3 +180,17 @@ def test_another_process_finds_the_same():
         )  # fmt: skip
         found.add(run.stdout)
     assert len(found) == 1
+
+
+def test_sources_count_by_name_and_text(tmp_path):
+    texts = {"a.py": "x = 1", "inner/b.py": "y = 2"}
+    others = [{"a.py": "x = 2"}, {"a.py": "x = 1y = 2", "inner/b.py": ""}, {"c.py": "x = 1"}]
+    found = set()
+    for number, changed in enumerate([{}, *others]):
+        folder = tmp_path / str(number)
+        for name, text in (texts | changed).items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        found.add(code(folder))
+    assert len(found) == 4
+    assert code() not in found

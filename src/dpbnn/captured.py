@@ -30,10 +30,12 @@ from torch import Tensor
 
 from dpbnn.contributions import UnsupportedModel
 from dpbnn.contributions.attach import refuse_changes
+from dpbnn.contributions.probe import synthetic, undone
 from dpbnn.contributions.recorded import NetworkContributions
 from dpbnn.messages import unquoted
 from dpbnn.methods.method import Process
 from dpbnn.methods.state import State
+from dpbnn.networks.inputs import arguments
 from dpbnn.privacy.chacha import flat_views, on_device, shared_flat, triton_kernels
 from dpbnn.privacy.contracts import Replayed
 from dpbnn.privacy.module_state import Change
@@ -41,11 +43,12 @@ from dpbnn.privacy.sampling import Sampler
 from dpbnn.privacy.writes import Writes
 from dpbnn.resume import FAILED
 
-__all__ = ["CapturedStep", "Replays"]
+__all__ = ["CapturedStep", "Replays", "can_be_seen"]
 
 _EAGER = 2  # times that work runs as it is before it is captured
 _GRAPHS = 8  # graphs of a run at most
 _WRITES = "the network or the likelihood writes to a tensor that it keeps"
+_UNSEEN = "the network does not run while one looks at its operations"
 Sum = Callable[[NetworkContributions, Tensor], dict[str, Tensor]]
 _AHEAD = 64  # batches that are drawn at once, and parts of them that are copied at once
 
@@ -91,9 +94,9 @@ class Replays:
             graph, result = self._graphs[key]
             graph.replay()
             return result
-        self._seen[key] = self._seen.get(key, 0) + 1
         if self._refused or len(self._graphs) >= _GRAPHS:
             return work()
+        self._seen[key] = self._seen.get(key, 0) + 1
         if len(self._seen) > 64:  # of keys that change with every step
             self._seen.clear()
         seen = Writes(writes or ())
@@ -120,12 +123,7 @@ class Replays:
 
     def _refuse(self, why: str) -> None:
         self._refused = True
-        warnings.warn(
-            f"this step cannot be captured as a CUDA graph ({why}), so it runs operation by "
-            f"operation, which is slower",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        _warn(why)
 
     def _captured(
         self, work: Callable[[], Any], looking: contextlib.AbstractContextManager[Any]
@@ -142,6 +140,30 @@ class Replays:
         if _host_generators() != before:
             raise RuntimeError("numbers were drawn on the CPU, and would be the same ever after")
         return graph, result
+
+
+def _warn(why: str) -> None:
+    warnings.warn(
+        f"this step cannot be captured as a CUDA graph ({why}), so it runs operation by "
+        f"operation, which is slower",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def can_be_seen(process: Process[Any], state: State, x: Any, y: Tensor) -> bool:
+    """Return whether a step runs on made-up records while its operations are looked at, or warn.
+
+    While they are, torch compiles nothing, and a network that has to be compiled raises an error.
+    """
+    made = synthetic(process.model, arguments(x), y)
+    try:
+        with undone(process.attached), Writes(()):
+            process.contribute(process.draw(state), *made)
+    except Exception:  # an error of the network itself comes again
+        _warn(_UNSEEN)
+        return False
+    return True
 
 
 def _places(reads: Any) -> Iterator[int]:

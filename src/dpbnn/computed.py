@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import copyreg
+import functools
 import hashlib
 import secrets
 import sys
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["arithmetic", "digest", "repeats"]
+__all__ = ["arithmetic", "code", "digest", "repeats"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -55,6 +56,16 @@ def arithmetic(device: torch.device) -> list[Any]:
         torch.are_deterministic_algorithms_enabled(),
         torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability(),
     ]
+
+
+@functools.cache
+def code(folder: Path = Path(__file__).parent) -> str:
+    """Return a digest of Python sources, by default of this library: versions round differently."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(path.relative_to(folder).as_posix().encode() + b"\0")
+        found.update(hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()
 
 
 def repeats(device: torch.device) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dpbnn.checkpoint import Checkpoint, Keys, RunFolder, folder_lock
-from dpbnn.computed import arithmetic, repeats
+from dpbnn.computed import arithmetic, code, repeats
 from dpbnn.methods.method import AnyProcess, Method, Problem
 from dpbnn.methods.state import flat
 from dpbnn.methods.watch import Watch
@@ -284,7 +284,7 @@ class Run(ABC):
             seed=self.seed,
             microbatch_size=self.problem.microbatch_size,
             device=self.device.type,
-            **{"torch's arithmetic": arithmetic(self.device)},
+            **{"the code of dpbnn": code(), "torch's arithmetic": arithmetic(self.device)},
             **split,
         )
 
@@ -437,7 +437,7 @@ class Run(ABC):
                 rows = self.files.load(tensors)
                 saved |= {name[len(start) :]: value for name, value in rows.items()}
             self.state = self.process.resumed(self.state, saved)
-            if flat(self.state).keys() != saved.keys():
+            if flat(self.state).keys() != self.process.read(saved.keys()):
                 raise KeyError
         except (RuntimeError, KeyError, IndexError):
             raise ValueError(

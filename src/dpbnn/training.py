@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbnn import likelihoods, posteriors
-from dpbnn.captured import CapturedStep
+from dpbnn.captured import CapturedStep, can_be_seen
 from dpbnn.contributions import UnsupportedModel
 from dpbnn.contributions.probe import synthetic
 from dpbnn.fit_arguments import alone, check_kinds
@@ -323,6 +323,8 @@ class _Run(Run):
         public, fits = self.plan.relation.public_size, CapturedStep.fits(self.state, self.like)
         whole = isinstance(self.x, Tensor) and self.rows.units is None
         if self.observers or not (public and fits and whole):
+            return None
+        if not can_be_seen(self.process, self.state, *self.rows.none()):
             return None
         data, limit = (self.x, self.y, self.rows.kept), self.problem.microbatch_size
         captured = CapturedStep(self.process, self.state, self.like, data, self.plan.sampler, limit)

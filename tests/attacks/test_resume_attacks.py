@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 from forks import exit_code, fork, started
 from runs_under_attack import STEPS, dataset, fit, interrupted, plan, released
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from twins import fails_on, twins_of
 
 import dpbnn
+from dpbnn import resume
 from dpbnn.checkpoint import RunFolder
 from dpbnn.contributions import DenseContributions
 from dpbnn.privacy.events import gaussian_mu
@@ -317,6 +320,37 @@ def test_item_43_noise_serves_the_computation_that_it_was_drawn_for_and_no_other
         assert "delete its keys.json" in str(error)  # noqa: PT017
     posterior = fit(out=tmp_path, resume=True, **first)
     assert posterior.privacy.mechanisms[0]["releases"] == STEPS
+
+
+@fails_on(43, broken.keys_serve_any_function)
+def test_item_43_noise_serves_one_version_of_this_library(tmp_path):
+    """Another one may round differently; its run pays for what it computes anew."""
+    interrupted(4, out=tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resume, "code", lambda: "of another version")
+        try:
+            fit(out=tmp_path, resume=True)
+            pytest.fail("the run went on with the code of another version")
+        except ValueError as error:
+            assert str(error).startswith("the code of dpbnn: not those of the run")  # noqa: PT017
+        (tmp_path / "keys.json").unlink()
+        posterior = fit(out=tmp_path, resume=True)
+    assert posterior.privacy.mechanisms[0]["releases"] == STEPS + STEPS - 4
+
+
+@pytest.mark.parametrize("name", ["adam", "rmsprop", "adagrad"])
+def test_a_run_of_an_earlier_version_goes_on(name, tmp_path):
+    """Its optimizers were those of torch, which count their steps."""
+    method = dpbnn.SGD(learning_rate=0.1, optimizer=name)
+    interrupted(4, out=tmp_path, method=method)
+    path = tmp_path / "checkpoint.safetensors"
+    with safe_open(path, "pt") as file:
+        about = file.metadata()
+    tensors = {key: value.clone() for key, value in load_file(path).items()}
+    counts = {f"state.optimizer.{number}.step": torch.tensor(4.0) for number in range(2)}
+    save_file(tensors | counts, path, metadata=about)
+    posterior = fit(out=tmp_path, resume=True, method=method)
+    assert posterior.privacy.mechanisms[0]["releases"] == STEPS + STEPS - 4
 
 
 def test_item_43_without_its_keys_the_other_computation_pays_as_new(tmp_path):

@@ -211,3 +211,11 @@ def test_pieces_of_one_release_have_one_device_and_one_std():
         given = {**pieces, "b": pieces["b"].to(other)}
         with pytest.raises(ValueError, match="pieces of a release have one"):
             NoiseSource().add(given, std, at=places)
+
+
+@pytest.mark.parametrize(("first", "count"), [(3, 3), (-1, 2), (0, 6), (6, 0)])
+def test_no_piece_reaches_into_the_noise_of_another(first, count):
+    source, before = NoiseSource(), {"a": torch.zeros(count), "b": torch.zeros(5)}
+    with pytest.raises(ValueError, match="'a' reaches into the noise of others"):
+        source.add(before, 1.0, at=Places({"a": first, "b": 0}, {"a": 5, "b": 5}))
+    assert not any(value.any() for value in before.values())

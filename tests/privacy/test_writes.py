@@ -4,11 +4,29 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops import while_loop
 
 from dpbnn.privacy.writes import Writes
 
 KEPT = torch.zeros(4)
 OTHER = torch.ones(2, 4)
+
+
+SPARSE, ROWS = torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr()
+
+
+class Wrapped(Tensor):
+    """A tensor whose memory is that of another one, as quantised weights are."""
+
+    def __new__(cls, inner):
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.held = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return function(*(getattr(one, "held", one) for one in args), **(kwargs or {}))
 
 
 class Saves(torch.autograd.Function):
@@ -57,6 +75,9 @@ WRITES = {
     "backward": backward,
     "moved": moved,
     "per example": per_example,
+    "sparse": lambda x: SPARSE._values().add_(x[0]),
+    "sparse rows": lambda x: ROWS.values().add_(x[0]),
+    "wrapped": lambda x: Wrapped(KEPT).add_(x[0]),
     "without gradients": lambda x: torch.no_grad()(lambda: OTHER.zero_())(),
 }
 PURE = {
@@ -67,6 +88,8 @@ PURE = {
     "network": lambda x: nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True))(x).sum().backward(),
     "none": lambda x: torch.empty(0).zero_(),
     "sparse": lambda x: (torch.eye(4).to_sparse() @ x.T).sum(),
+    "values": lambda x: torch.eye(4).to_sparse()._values().add_(x[0]),
+    "a sparse one that was there": lambda x: (SPARSE @ x.T).add_(1.0),
 }
 
 
@@ -81,6 +104,14 @@ def test_a_write_to_what_was_there_is_seen(name):
         WRITES[name](torch.rand(2, 4))
     assert seen.foreign is not None
     assert seen.foreign.startswith("aten::")
+
+
+def test_operations_that_run_functions_run_and_count_as_writes():
+    """Nobody looks into them; torch would refuse them outright."""
+    with Writes(()) as seen:
+        found = while_loop(lambda n: n < 3, lambda n: (n + 1,), (torch.tensor(0),))
+    assert found[0] == 3
+    assert seen.foreign == "while_loop"
 
 
 @pytest.mark.parametrize("name", PURE)

@@ -43,7 +43,7 @@ def synthetic(model: nn.Module, x: Arguments, y: Tensor) -> tuple[Arguments, Ten
 
 
 @contextmanager
-def _undone(attached: Attached) -> Iterator[None]:
+def undone(attached: Attached) -> Iterator[None]:
     """Leave generators, buffers and training modes as they were."""
     model = attached.model
     modes = [(module, module.training) for module in model.modules()]
@@ -248,7 +248,7 @@ def probe(attached: Attached, x: Arguments, y: Tensor) -> dict[Key, str]:
     """
     model = attached.model
     state = ModuleState(model=model, likelihood=attached.likelihood, rules=rules_in(model))
-    with _undone(attached):
+    with undone(attached):
         run = _Probe(attached, x, y)
         run.reseed()
         found = run.find_layouts()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 OptimizerLike = str | Callable[..., torch.optim.Optimizer]
 ScheduleLike = str | Callable[[torch.optim.Optimizer], Any] | None
+_COUNTED = re.compile(r"optimizer\.[0-9]+\.step")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,6 +183,11 @@ class DescentProcess(Process[DescentState]):
                 state.optimizer.step()
                 state.schedule.step()
         return state
+
+    def read(self, names: Iterable[str]) -> set[str]:
+        """Return all names but the counts of steps that optimizers of torch had in their place."""
+        named = self.settings.rule is not None
+        return {name for name in names if not (named and _COUNTED.fullmatch(name))}
 
     @abstractmethod
     def gradient(self, state: DescentState, release: Mapping[str, Tensor]) -> dict[str, Tensor]:

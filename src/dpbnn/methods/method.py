@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -125,6 +125,10 @@ class AnyProcess(ABC, Generic[S]):
     def resumed(self, state: S, tensors: Mapping[str, Tensor]) -> S:
         """Return a first state at the values that a checkpoint holds."""
         return restored(state, tensors)
+
+    def read(self, names: Iterable[str]) -> set[str]:
+        """Return the names in a checkpoint that `resumed` reads; a run of others is refused."""
+        return set(names)
 
     def ready(self, state: S) -> None:
         """Open `writer`, and reserve its disk space, before anything is spent."""

@@ -64,6 +64,12 @@ class Places(NamedTuple):
         pairs = zip(self.sizes, itertools.accumulate(rounded, initial=0), strict=False)
         return {name: start + self.first[name] for name, start in pairs}
 
+    def check(self, lengths: Mapping[str, int]) -> None:
+        """Raise where a piece does not lie within its tensor: it would share others' noise."""
+        for name, length in lengths.items():
+            if not 0 <= self.first[name] <= self.sizes[name] - length:
+                raise ValueError(f"at: the piece of {name!r} reaches into the noise of others")
+
     @property
     def total(self) -> int:
         """Elements of the release."""
@@ -277,6 +283,8 @@ class NoiseSource:
         kinds = {(tensor.device, tensor.dtype, stds[name]) for name, tensor in tensors.items()}
         if at is not None and len(kinds) > 1:
             raise ValueError("std: pieces of a release have one, and one device and dtype")
+        if at is not None:
+            at.check({name: tensor.numel() for name, tensor in tensors.items()})
         self._rekey_after_fork()
         with self._lock, torch.no_grad():
             sizes = _cpu_bytes(tensors.values(), dtype)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,8 +24,10 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     here.
 
     **Guarantee.** `foreign` names an operation that has written to a tensor that is neither one of
-    `allowed` nor made by an earlier operation in here; it is None where there was none. Kernels
-    that are launched past torch's dispatcher are not seen, as version counters do not see them.
+    `allowed` nor made by an earlier operation in here, or that was given a tensor with a dispatch
+    of its own, whose memory is not known, or that runs functions; it is None where there was none.
+    Kernels that are launched past torch's dispatcher are not seen, as version counters do not see
+    them, nor are other threads.
 
     Args:
         allowed: tensors that may be written to.
@@ -34,6 +37,8 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read: all other tensors that were used. A graph has their addresses: who keeps it keeps
             these.
     """
+
+    supports_higher_order_operators = True  # without it torch raises an error for these
 
     def __init__(self, allowed: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -50,13 +55,20 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Note what an operation reads, writes and makes, and run it."""
         kwargs = kwargs or {}
+        if isinstance(function, HigherOrderOperator):  # runs functions, as flex_attention does
+            self.foreign = str(function)
+            return function(*args, **kwargs)
         used = {_memory(tensor): tensor for tensor in _tensors((args, kwargs))}
-        self.read |= {place: one for place, one in used.items() if place not in self._own}
-        given = any(isinstance(leaf, torch.UntypedStorage) for leaf in tree_leaves((args, kwargs)))
-        if given or not _memories(_written(function, args, kwargs)) <= self._own:
-            self.foreign = function.name()  # also where bare memory is given to a tensor
+        outside = {place: one for place, one in used.items() if place not in self._own}
+        self.read |= outside
+        hidden = any(map(_hides_memory, tree_leaves((args, kwargs))))
+        if hidden or not _memories(_written(function, args, kwargs)) <= self._own:
+            self.foreign = function.name()
         result = function(*args, **kwargs)
-        self._own |= _memories(_tensors(result)) - used.keys()
+        made = _memories(_tensors(result)) - used.keys()
+        if outside and any(value.alias_info is not None for value in function._schema.returns):
+            made = set()  # such as the values of a sparse tensor, which are memory of its own
+        self._own |= made
         return result
 
 
@@ -71,6 +83,13 @@ def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     return found
 
 
+def _hides_memory(value: Any) -> bool:
+    """Return whether a value is bare memory, or a tensor of a class with a dispatch of its own."""
+    if isinstance(value, Tensor):
+        return type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return isinstance(value, torch.UntypedStorage)
+
+
 def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
@@ -81,6 +100,6 @@ def _memories(tensors: Iterable[Tensor]) -> set[int]:
 
 def _memory(tensor: Tensor) -> int:
     """Return where the memory of a tensor and of its views begins; 0 where it has none."""
-    if tensor.layout is not torch.strided:  # its parts are tensors of their own
-        return id(tensor)
+    if tensor.layout is not torch.strided or _hides_memory(tensor):
+        return id(tensor)  # its parts are tensors of their own
     return tensor.untyped_storage().data_ptr()
