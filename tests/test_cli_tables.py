@@ -227,6 +227,7 @@ def test_bounds_are_learned_and_training_goes_on_with_their_ledger(capsys, large
     labels = [mechanism["label"] for mechanism in privacy["mechanisms"]]
     assert labels[0] == "private bounds of a schema"
     assert privacy["epsilon"] > 0.5  # the bounds are in it
+    assert privacy["caveats"] == []  # they are private, and no scores that chose a setting
     assert privacy["epsilon"] == pytest.approx(dpbnn.Ledger(large / "book.jsonl").epsilon())
     code, _, err = run(capsys, *common, "--non-private", "--out", "open")
     assert code == 0, err

@@ -230,6 +230,7 @@ def test_an_overconfident_model_is_tempered():
         ({"recalibrate": "held out"}, "recalibrate=held out: must be 'training', None, or"),
         ({"conformal": 1.0}, "conformal=1.0: must be a share of misses"),
         ({"conformal": 0.01}, "conformal=0.01: 400 held-out rows are too few for a fifth of"),
+        ({"conformal": 0.05}, "raise conformal or epsilon, take 4995 rows or more, or leave"),
         ({"recalibrate": 0.01}, "recalibrate=0.01: 400 held-out rows are too few"),
     ],
 )
@@ -241,6 +242,16 @@ def test_bad_requests_are_one_line_and_spend_nothing(tmp_path, change, message):
         PrivateBayesClassifier(**settings).fit(*classes(2000))
     assert "\n" not in str(error.value)
     assert book.releases == 0
+
+
+def test_a_refused_request_says_how_many_rows_it_needs():
+    """That many are taken, and five fewer, of which one less is held out, are refused."""
+    asked = HeldOut(None, 0.1)
+    assert asked.plans(asked.parts(4695), 2.0, 1e-5)[1].n == 939
+    with pytest.raises(ValueError, match="take 4695 rows or more"):
+        asked.plans(asked.parts(4690), 2.0, 1e-5)
+    with pytest.raises(ValueError, match="raise conformal or epsilon, or leave"):
+        asked.plans(asked.parts(10**6), 0.001, 1e-5)  # no more than 20 000 are ever held out
 
 
 def test_a_budget_that_holds_the_training_alone_is_refused_before_it(tmp_path):

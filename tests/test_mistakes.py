@@ -170,3 +170,11 @@ def test_inputs_of_a_wrong_kind_are_named():
     fitted = model.set_params(epochs=2).fit(np.random.default_rng(0).uniform(size=(40, 2)), y)
     with pytest.raises(ValueError, match="y: missing; pass the true targets"):
         fitted.evaluate(np.zeros((4, 2)))
+
+
+def test_two_targets_for_one_estimator_are_refused_with_the_ways_out():
+    x, ledger = np.linspace(0, 1, 40)[:, None], dpbnn.Ledger()
+    model = dpbnn.PrivateBayesRegressor(bounds=(0, 1), target_bounds=(0, 1), ledger=ledger)
+    with pytest.raises(ValueError, match=r"y should be a 1d .*one estimator for each target"):
+        model.fit(x, np.hstack([x, x]))
+    assert ledger.releases == 0

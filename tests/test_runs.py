@@ -194,6 +194,8 @@ def test_a_fit_into_a_folder_is_a_run(place, capsys):
 def test_a_resumed_fit_makes_every_release_once(interrupted):
     """The standardisation of the first attempt is used, and nothing is paid twice."""
     assert {"progress", "ledger.jsonl"} <= names("run")
+    with pytest.raises(ValueError, match=r"interrupted and is no model yet; .*resume=True"):
+        dpbnn.load_run("run")
     before = dpbnn.Ledger("run/ledger.jsonl")
     kept = json.loads(Path("run/progress/released.json").read_text())["values"]
     assert before.releases == 2 + 12  # the steps are charged in one block
@@ -314,17 +316,19 @@ def test_a_ledger_without_the_first_part_is_refused(place, loss):
             shutil.copy(f"backup/{name}", name)
         else:
             os.unlink(name)
-    with pytest.raises(ValueError, match="not in the ledger given"):
+    with pytest.raises(ValueError, match="not in the ledger book"):
         model.fit(columns(300, 0), out="run", resume=True)
     assert dpbnn.Ledger("book.jsonl").releases == 0
 
 
 def test_a_budget_pays_for_a_resumed_fit_once(place):
-    """The budget holds one fit; an interruption in it must not make it too small."""
+    """It holds one fit; neither an interruption nor a forgotten ledger makes it too small."""
     model = PrivateBayesClassifier(schema=SCHEMA, ledger="book.jsonl", **STEPS)
     with stopped_after(5):
         model.fit(columns(300, 0), out="run")
-    model.fit(columns(300, 0), out="run", resume=True)
+    with pytest.raises(ValueError, match="not in the ledger run"):  # and nothing is lost by it
+        model.set_params(ledger=None).fit(columns(300, 0), out="run", resume=True)
+    model.set_params(ledger="book.jsonl").fit(columns(300, 0), out="run", resume=True)
     assert model.ledger_.budget == (2.0, 1e-5)
     assert model.privacy_.epsilon <= 2.0
     with pytest.raises(dpbnn.BudgetExceeded):

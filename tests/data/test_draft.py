@@ -109,11 +109,20 @@ def test_suggestions_are_comments_and_never_used():
     assert Schema.draft({**other, "age": [1, 2, 3, 4]}, "y") == draft
 
 
-@pytest.mark.parametrize("name", ["id", "ID", "patientId", "customer-id", "Unnamed: 0", "uuid"])
+@pytest.mark.parametrize("name", [
+    "id", "ID", "patientId", "customer-id", "Unnamed: 0", "uuid", "patient", "Customer",
+])  # fmt: skip
 def test_identifiers_are_known_by_their_names(name):
     found = tomllib.loads(Schema.draft({name: [1, 2], "width": [1, 2], "y": [1, 2]}, "y"))
     assert found["ignore"] == [name]
     assert [*found["columns"]] == ["width"]
+
+
+def test_what_is_said_of_a_person_is_no_identifier():
+    rows = {"customer age": [1, 2], "client": [True, False], "y": [1, 2]}
+    found = tomllib.loads(Schema.draft(rows, "y"))
+    assert "ignore" not in found
+    assert [*found["columns"]] == ["customer age", "client"]
 
 
 @pytest.mark.parametrize("values", [

@@ -31,7 +31,7 @@ import dpbnn
 from dpbnn import report
 from dpbnn.evaluation import evaluate
 from dpbnn.report import charts
-from dpbnn.report.figures import decimals
+from dpbnn.report.figures import decimals, interval
 from dpbnn.report.plain_words import guess_chance, percent_up, read, written
 from dpbnn.report.template import short
 
@@ -381,8 +381,8 @@ class TestParts:
         page = class_page()
         found = text(report.render(page))
         accuracy = page.evaluation.metrics["accuracy"]
-        value, low, high = map(decimals, (accuracy.value, accuracy.low, accuracy.high))
-        assert f"{value} {low} to {high} {decimals(page.evaluation.baseline['accuracy'])}" in found
+        value, base = map(decimals, (accuracy.value, page.evaluation.baseline["accuracy"]))
+        assert f"{value} {interval(dataclasses.asdict(accuracy))} {base}" in found
         assert "No training record was read for it" in found
         assert "95 % interval" in found
 
@@ -431,6 +431,19 @@ class TestParts:
             (3e9, "3e9"),
         ):  # fmt: skip
             assert decimals(value) == expected
+        for low, high, expected in (
+            (8.3791, 10.36123, "8.38 to 10.36"), (0.65, 0.7534, "0.6500 to 0.7534"),
+            (0.5, 0.9, "0.5 to 0.9"), (-2e-9, 1.0, "0 to 1"), (1e-5, 2e-5, "1e-5 to 2e-5"),
+            (-12.5, 3.0, "−12.5 to 3.0"), (-math.inf, 3.0, "−∞ to 3"), (None, 3.0, ""),
+        ):  # fmt: skip
+            assert interval({"low": low, "high": high}) == expected
+
+    def test_no_line_ends_inside_a_date(self):
+        page = class_page(created="2026-01-31", public={EVIL: f"2020-01-01 to 2024-12-31 {EVIL}"})
+        found = report.render(page)
+        for date in ("2026-01-31", "2020-01-01", "2024-12-31"):
+            assert f'<span class="whole">{date}</span>' in found
+        assert EVIL not in found
 
     def test_groups_confusion_promise_and_public_facts_are_shown(self):
         page = class_page()

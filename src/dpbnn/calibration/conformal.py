@@ -194,18 +194,23 @@ def reach(threshold: float, std: Tensor) -> Tensor:
     return threshold * std if math.isfinite(threshold) else torch.full_like(std, math.inf)
 
 
-def attainable(plan: Plan, alpha: float, beta: float) -> bool:
-    """Return whether a threshold can be finite: whether n less the margin is enough.
+def records_needed(plan: Plan, alpha: float, beta: float) -> int:
+    """Return the fewest records for which a threshold can be finite, at the noise of a plan.
 
-    A function of public numbers: where it is False, no data can make it finite but by luck.
+        n - m >= ceil((n + 1)(1 - alpha)),    m the margin that is taken off the counts
+
+    A function of public numbers: with fewer, no data can make it finite but by luck.
 
     Args:
         plan: of the counts.
         alpha: share of misses.
         beta: probability that the noise spoils the threshold.
     """
-    counts = torch.full((1,), plan.n - _raised(plan, beta), dtype=torch.float64)
-    return math.isfinite(_threshold(counts, torch.ones(1), plan.n, alpha))
+    margin = _raised(plan, beta)
+    n = max(1, math.floor(margin / alpha))
+    while n - margin < _count_needed(n, alpha):
+        n += 1
+    return n
 
 
 def _raised(plan: Plan, beta: float) -> float:
@@ -249,5 +254,9 @@ def _cumulative(released: Tensor) -> Tensor:
 
 def _threshold(counts: Tensor, grid: Tensor, n: int, alpha: float) -> float:
     """Return the first grid point at which enough records are counted, or infinity."""
-    enough = counts >= math.ceil((n + 1) * (1 - alpha)) - 1e-6
+    enough = counts >= _count_needed(n, alpha)
     return float(grid[int(enough.int().argmax())]) if enough.any() else math.inf
+
+
+def _count_needed(n: int, alpha: float) -> float:
+    return math.ceil((n + 1) * (1 - alpha)) - 1e-6

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def plan_command(as_json: bool, unit: str, **arguments: Any) -> None:
     r"""Say what a run costs, or how much noise a budget needs, before any data is seen.
 
-    Give all of --epsilon, --noise-multiplier and --epochs (or --steps) but one.
+    Give two of --epsilon, --noise-multiplier and --epochs (or --steps).
 
     \b
     Example:

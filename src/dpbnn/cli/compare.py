@@ -28,13 +28,13 @@ _PATH = click.Path(path_type=Path)
 @click.command("compare")
 @click.argument("table", type=_PATH)
 @table_options
-@click.option("--methods", default="sgld,bbp", show_default=True,
+@click.option("--methods", default="auto,sgld", show_default=True,
               help="Names of methods, separated by commas.")  # fmt: skip
 @click.option("--epsilons", required=True, help="Budgets of single runs, such as 0.5,1,2.")
 @click.option("--test", type=_PATH, required=True, help="The test table, for all runs.")
 @metric_options
 @training_options
-@click.option("--out", type=_PATH, required=True, help="The folder to be made: a run directory "
+@click.option("--out", type=_PATH, required=True, help="The folder to make: a run directory "
               "for each, their ledger, and compare.html.")  # fmt: skip
 @click.option("--yes", is_flag=True, help="Spend the composed budget that is shown.")
 @speaking
@@ -52,11 +52,11 @@ def compare_command(
     speaker: Speaker,
     **options: Any,
 ) -> None:
-    r"""Compare methods and budgets on one table; all runs together spend a composed budget.
+    r"""Compare methods and budgets on one table; all runs are paid for together.
 
     \b
     Example:
-      dpbnn compare train.csv --schema schema.toml --methods sgld,bbp --epsilons 0.5,1,2 \
+      dpbnn compare train.csv --schema schema.toml --methods auto,sgld --epsilons 0.5,1,2 \
         --test test.csv --out comparison/ --yes
     """
     import numpy as np

@@ -83,7 +83,7 @@ def evaluate_command(
     speaker: Speaker,
     **options: Any,
 ) -> None:
-    r"""Evaluate a run on a test table: metrics.json and report.html in the run directory.
+    r"""Evaluate a run on a test table; write metrics.json and report.html into the run.
 
     \b
     Example:

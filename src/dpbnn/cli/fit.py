@@ -24,13 +24,13 @@ def table_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the options that say what a table holds."""
     options = (
         click.option("--schema", type=_PATH, help="The schema, in TOML; see 'dpbnn schema draft'."),
-        click.option("--target", help="The column to be predicted, where there is no schema."),
-        click.option("--bounds", type=_PATH, help="TOML with a line for every column, such as "
-                     "age = [17, 90] or sex = [\"F\", \"M\"], the target's too."),
+        click.option("--target", help="The column to predict, if there is no schema."),
+        click.option("--bounds", type=_PATH, help="TOML instead of a schema, one line for every "
+                     "column and the target, such as age = [17, 90] or sex = [\"F\", \"M\"]."),
         click.option("--task",
                      type=click.Choice(["classification", "regression", "count", "ordinal"]),
-                     help="Kind of the target, where there is no schema and two numbers could be "
-                     "classes or bounds; ordinal classes come with the lowest first."),
+                     help="Kind of the target, if there is no schema and two numbers could be "
+                     "classes or bounds. For ordinal, list the lowest class first."),
         click.option("--on-bad-rows", type=click.Choice(["error", "zero"]), default="error",
                      show_default=True, help="Refuse bad rows, or let them contribute nothing."),
     )  # fmt: skip
@@ -42,13 +42,13 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
     options = (
         click.option("--delta", type=float, help="Delta of the guarantee [default: the ledger's, "
                      "or min(1e-5, 1/(10 n))]."),
-        click.option("--epochs", type=float, help="Passes over the data [default: 800 steps "
-                     "with auto, 400 with others]."),
+        click.option("--epochs", type=float, help="Passes over the data [default: as many as "
+                     "800 steps with auto, 400 steps with others]."),
         click.option("--batch-size", type=float, help="Expected batch size [default: all rows "
                      "up to 2048 of them, 1024 beyond]."),
         click.option("--hidden", default="auto", show_default=True,
                      help="Widths of the hidden layers, such as 64,32; 0 for none; auto is 32, or "
-                     "32,32 for numbers where there is enough budget."),
+                     "32,32 for numbers if the budget allows it."),
         click.option("--learning-rate", type=float,
                      help="Learning rate of the method [default: a fixed rule]."),
         click.option("--clip", type=float, help="Largest norm of one row's gradient."),
@@ -58,10 +58,10 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
                      help="Seed of initialisation and prediction; the noise has none."),
         click.option("--device", help="cpu or cuda [default: cpu]."),
         click.option("--ledger", type=_PATH, help="Spend from this ledger and its budget."),
-        click.option("--max-records", type=int, help="Public limit on the rows of one "
-                     "person, where the schema has a unit; rows beyond it are bad rows."),
-        click.option("--tuning-runs", type=int, help="How many other runs on this data chose the "
-                     "settings, for the statement."),
+        click.option("--max-records", type=int, help="Most rows of one person, a public limit, "
+                     "for a schema with a unit; further rows are bad rows."),
+        click.option("--tuning-runs", type=int, help="How many other runs on this data were used "
+                     "to choose the settings; the statement declares it."),
     )  # fmt: skip
     return with_options(command, options)
 
@@ -74,17 +74,18 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
               "sep.")  # fmt: skip
 @click.option("--epsilon", type=float, help="The budget of this run.")
 @click.option("--non-private", is_flag=True, help="Train WITHOUT privacy.")
-@click.option("--recalibrate", metavar="HOW", help="How predictions get a temperature: training, "
-              "from the training rows for a small part of the budget [default]; a share of "
-              "epsilon, such as 0.1, from held-out rows, a fifth of all; or none.")  # fmt: skip
-@click.option("--conformal", type=float, metavar="ALPHA", help="Sets or intervals that miss the "
-              "truth with probability ALPHA + 0.01 at most; costs a fifth of epsilon and holds out "
-              "a fifth of the rows.")  # fmt: skip
+@click.option("--recalibrate", metavar="HOW", help="How predictions get a temperature. training: "
+              "from the training rows, for a small part of the budget [default]. A share of "
+              "epsilon, such as 0.1: from a fifth of the rows, which are held out. none: "
+              "predictions stay as they are.")  # fmt: skip
+@click.option("--conformal", type=float, metavar="ALPHA", help="Add sets or intervals that miss "
+              "the truth with probability ALPHA + 0.01 at most. They cost a fifth of epsilon and "
+              "hold out a fifth of the rows. ALPHA 0.1 at epsilon 1 needs 8800 rows.")  # fmt: skip
 @click.option("--class-weight", multiple=True, metavar="LABEL=WEIGHT", help="Public weight of the "
               "records of a class in training, such as ill=5; probabilities are corrected for it. "
               "May be given several times.")  # fmt: skip
 @training_options
-@click.option("--out", type=_PATH, required=True, help="The run directory to be made.")
+@click.option("--out", type=_PATH, required=True, help="The run directory to make.")
 @click.option("--overwrite", is_flag=True, help="Replace a run; the new one continues its ledger.")
 @click.option("--resume", is_flag=True, help="Resume a fit that was interrupted; give the same "
               "table and options again.")  # fmt: skip

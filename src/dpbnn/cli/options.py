@@ -21,8 +21,8 @@ def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
                      help="Separator of the values [default: found from the first lines]."),
         click.option("--decimal", default=".", show_default=True, help="Decimal mark, . or ,"),
         click.option("--comment", metavar="MARK", help="Skip lines that begin with this mark."),
-        click.option("--names", help="Names of the columns, with commas, where a text file has no "
-                     "header."),
+        click.option("--names", help="Names of the columns, separated by commas, for a text file "
+                     "without a header."),
     )  # fmt: skip
     return with_options(command, options)
 

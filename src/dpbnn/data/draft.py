@@ -39,6 +39,7 @@ _IDENTIFIERS = {
     "id", "ids", "uuid", "guid", "key", "ssn", "mrn", "iban", "email", "phone", "identifier",
     "index", "unnamed",
 }  # fmt: skip
+_PERSONS = {"patient", "person", "subject", "participant", "customer", "client"}
 _BOUNDS = {
     "age": (0, 120), "percent": (0, 100), "percentage": (0, 100), "pct": (0, 100),
     "probability": (0, 1), "fraction": (0, 1), "proportion": (0, 1), "year": (1900, 2100),
@@ -57,7 +58,7 @@ def drafted(table: Table, target: str) -> str:
     aside = {
         name: "dates" if kinds[name] == "date" else "identifier"
         for name in table.names
-        if name != target and (kinds[name] == "date" or set(_words(name)) & _IDENTIFIERS)
+        if name != target and (kinds[name] == "date" or _names_records(name, kinds[name]))
     }
     parts = [_NOTES if table.named else _NOTES + _UNNAMED]
     if aside:
@@ -113,6 +114,14 @@ def _section(values: dict[str, Any], name: str, kind: str) -> str:
             own = {"bounds" if kind == "number" else "categories": [*value]}
             return f"{head}\n# Suggestion, from the name alone: {one_line(own)}{rest}"
     return f"{head}\n{rest}"
+
+
+def _names_records(name: str, kind: str) -> bool:
+    """Return whether a column is an identifier, by its name: patient_id, or patient alone."""
+    words = {*_words(name)}
+    return bool(words & _IDENTIFIERS) or (
+        kind != "boolean" and len(words & _PERSONS) == len(words) == 1
+    )
 
 
 def _words(name: str) -> list[str]:

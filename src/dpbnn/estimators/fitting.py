@@ -19,6 +19,7 @@ import torch
 from sklearn.utils import check_random_state
 
 from dpbnn import training
+from dpbnn.data.paid import LABEL
 from dpbnn.data.standardising import Standardisation
 from dpbnn.data.statistics import private_bounds
 from dpbnn.estimators import budget, kinds, recipes
@@ -245,7 +246,8 @@ class _Fit:
         self.seed = self.released.get(
             "seed", int(check_random_state(estimator.random_state).randint(2**31 - 1))
         )
-        self.earlier = self.released.get("earlier", self.ledger.releases)
+        bounds = sum(event.count for event in self.ledger.spent(LABEL))  # private: no scores
+        self.earlier = self.released.get("earlier", self.ledger.releases - bounds)
 
     def _check_paid_bounds(self) -> None:
         """Raise where the schema has bounds that the ledger of this fit has not paid for."""
@@ -434,15 +436,13 @@ class _Fit:
             where = "" if path is None else f", by the ledger {path}"
             spent = f"epsilon {round_up(now.epsilon)} at delta {now.delta:g} is spent{where}"
         if self.place is None:
-            return (
-                f"Interrupted: {spent}. The fit cannot be resumed, because it had no "
-                f"folder; pass out='run/' to fit the next time."
-            )
+            return f"Interrupted: {spent}. Without a folder (out='run/') a fit cannot be resumed."
         if self.place.complete:
             return f"Interrupted at the end: {spent}, and {self.place.out} is complete."
         if not self.place.resumable:
             return f"Interrupted: {spent}. There is nothing to resume; begin again."
         return (
-            f"Interrupted: {spent}. To go on, fit the same table with the same settings and "
-            f"resume=True (--resume) into {self.place.out}: what is paid for is not paid again."
+            f"Interrupted: {spent}. To go on, fit the same table with the same settings"
+            f"{'' if self.place.own else ', this ledger (--ledger)'} and resume=True (--resume) "
+            f"into {self.place.out}: what is paid for is not paid again."
         )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dpbnn.calibration import calibration_split, conformalize, recalibrate
-from dpbnn.calibration.conformal import attainable
+from dpbnn.calibration.conformal import records_needed
 from dpbnn.calibration.temperature import STEPS, error
 from dpbnn.estimators import budget
 from dpbnn.posteriors import Posterior
@@ -138,12 +138,15 @@ class HeldOut:
                 )
         if self.alpha is not None:
             cover = _plan(len(parts.cover), 1, epsilon, COVER_SHARE, delta)
-            if not attainable(cover, self.alpha, BETA):
+            needed = records_needed(cover, self.alpha, BETA)
+            if cover.n < needed:
                 spent = "" if epsilon is None else f" for a fifth of epsilon={epsilon:g}"
+                within = needed <= COVER_ROWS[1]
+                rows = f", take {math.ceil(needed / COVER_ROWS[0])} rows or more" if within else ""
                 raise ValueError(
                     f"conformal={self.alpha:g}: {cover.n} held-out rows are too few{spent}: every "
-                    f"set or interval would hold everything; raise conformal or epsilon, or leave "
-                    f"conformal out"
+                    f"set or interval would hold everything; raise conformal or epsilon{rows}, or "
+                    f"leave conformal out"
                 )
         return temper, cover
 

@@ -215,6 +215,8 @@ def _told(error: Exception) -> str:
         return _CELLS[0]
     if not _PUBLIC.fullmatch(line):
         return f"X or y cannot be used: {kind_of(error)}; its text may quote private data"
+    if line.startswith("y should be a 1d array"):
+        return f"{line}; fit one estimator for each target, on one ledger, or use dpbnn.fit"
     return "; ".join([line, *(part for part in rest if part.startswith("Reshape your data"))])
 
 

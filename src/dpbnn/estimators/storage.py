@@ -26,6 +26,7 @@ from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan, open_plan
 from dpbnn.report.template import short
 from dpbnn.storage import (
+    MANIFEST,
     Manifest,
     format_of,
     new_folder,
@@ -45,6 +46,7 @@ __all__ = [
 
 RUN, FORMAT = "dpbnn-run", "dpbnn-estimator"
 LEDGER, SCHEMA, MODEL, POSTERIOR = "ledger.jsonl", "schema.toml", "model", "posterior"
+PROGRESS = "progress"  # of a fit that has not ended
 _FITTED = (
     "bounds_", "classes_", "target_bounds_", "feature_names_in_", "n_features_in_", "seed_",
     "standardisation_", "target_standardisation_", "temperature_", "threshold_",
@@ -133,6 +135,11 @@ def opened(cls: type, folder: Path, device: str) -> tuple[Any, Manifest]:
     """
     check_kinds(device=device)
     origin = "an estimator's save or 'dpbnn fit'"
+    if (folder / PROGRESS).is_dir() and not (folder / MANIFEST).exists():
+        raise ValueError(
+            f"{folder}: holds a fit that was interrupted and is no model yet; continue it first, "
+            f"with resume=True (--resume)"
+        )
     if format_of(folder) == FORMAT:
         return _model(cls, folder, device)
     manifest = read_manifest(folder, RUN, origin)

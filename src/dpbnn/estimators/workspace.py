@@ -26,6 +26,7 @@ from dpbnn.estimators.storage import (
     LEDGER,
     MODEL,
     POSTERIOR,
+    PROGRESS,
     SCHEMA,
     plain_params,
     write_run,
@@ -42,7 +43,7 @@ __all__ = ["Fingerprint", "Workspace", "check_folder", "new_run"]
 METRICS, REPORT = "metrics.json", "report.html"
 FINGERPRINT = "private.json"  # of the training table; it is no part of what may be published
 HEAD, PARTIAL = f"{LEDGER}.head", ".partial-"
-PROGRESS, RELEASED = "progress", "released.json"
+RELEASED = "released.json"
 _FREE = ("ledger", "progress", "device", "random_state")  # may change before a fit goes on
 
 
@@ -152,8 +153,9 @@ class Workspace:
         kept = json.loads(path.read_text())
         if ledger.id != kept["ledger"] or not ledger.holds(kept["head"]):
             raise ValueError(
-                f"{self.out}: what the fit to be resumed has released is not in the ledger given; "
-                f"give the ledger that it began with, restored from a backup if need be"
+                f"{self.out}: what the fit to be resumed has released is not in the ledger "
+                f"{self.ledger}; give the ledger that it began with (--ledger), restored from a "
+                f"backup if need be"
             )
         return {name: restored(value, {}) for name, value in kept["values"].items()}
 
@@ -248,7 +250,8 @@ def new_run(
             if not resume and not place.resumable:
                 shutil.rmtree(place.progress, ignore_errors=True)
             if not kept and own.is_file() and Ledger(own).untouched:
-                shutil.rmtree(place.progress, ignore_errors=True)
+                if not resume:  # else another ledger has paid for what is there
+                    shutil.rmtree(place.progress, ignore_errors=True)
                 own.unlink()
                 (out / HEAD).unlink()
             if made and all(part.name == LOCK for part in out.iterdir()):

@@ -120,11 +120,22 @@ def decimals(number: float | str | None) -> str:
 
 
 def interval(values: Mapping[str, Any], show: Callable[[Any], str] = decimals) -> str:
-    """Return an interval `low` to `high` in words, empty where there is none."""
-    low, high = value_of(values.get("low")), value_of(values.get("high"))
-    if max(abs(low), abs(high)) >= _SMALL:  # an end that is tiny beside the other one
-        low, high = (0.0 if abs(end) < _SMALL / 20 else end for end in (low, high))
-    return "" if math.isnan(low) or math.isnan(high) else f"{show(low)} to {show(high)}"
+    """Return an interval `low` to `high` in words, empty where there is none.
+
+    Both ends have as many decimals as the larger one has room for, such as 8.38 to 10.36.
+    """
+    ends = value_of(values.get("low")), value_of(values.get("high"))
+    if any(map(math.isnan, ends)):
+        return ""
+    largest = max(map(abs, ends))
+    if show is decimals and _SMALL <= largest < 1e7:
+        places = 4 if largest < 10 else max(0, 3 - math.floor(math.log10(largest)))
+        texts = [f"{end + 0.0:.{places}f}" for end in (round(end, places) for end in ends)]
+        while places and all(text.endswith("0") for text in texts):
+            places -= 1
+            texts = [text[:-1].rstrip(".") for text in texts]
+        return " to ".join(f"−{text[1:]}" if text.startswith("-") else text for text in texts)
+    return f"{show(ends[0])} to {show(ends[1])}"
 
 
 def metric_rows(evaluation: Mapping[str, Any]) -> list[MetricRow]:

@@ -17,7 +17,7 @@ from dpbnn.report.template import environment, facts, hero, short, write_page
 
 _NOT_PUBLIC = (
     "No single test record is shown, because the test data was not declared public. If it is, "
-    "write the report again with --test-data-public."
+    "evaluate again with --test-data-public."
 )
 _BASELINES = {
     "classification": "gives every record the shares of the classes among these test records",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup, escape
 
 import dpbnn
 from dpbnn.report import charts
@@ -19,6 +21,7 @@ _ADVICE = (
     "trained on. The figures on this page say nothing about privacy."
 )
 _MOST_ITEMS = 40
+_DATE = re.compile(r"\b\d{4}-\d\d-\d\d\b")
 
 
 @functools.cache
@@ -32,6 +35,7 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters["short"] = short
+    environment.filters["whole_dates"] = whole_dates
     environment.globals["generator"] = dpbnn.__version__
     return environment
 
@@ -68,6 +72,11 @@ def short(value: Any) -> str:
         more = [f"and {len(value) - _MOST_ITEMS} more"] if len(value) > _MOST_ITEMS else []
         return ", ".join([*(short(item) for item in value[:_MOST_ITEMS]), *more])
     return str(value)
+
+
+def whole_dates(text: str) -> Markup:
+    """Return a text, escaped, in which no line ends inside a date."""
+    return Markup(_DATE.sub(r'<span class="whole">\g<0></span>', str(escape(text))))
 
 
 def write_page(path: Path, text: str) -> Path:
