@@ -122,7 +122,8 @@ def decimals(number: float | str | None) -> str:
 def interval(values: Mapping[str, Any], show: Callable[[Any], str] = decimals) -> str:
     """Return an interval `low` to `high` in words, empty where there is none.
 
-    Both ends have as many decimals as the larger one has room for, such as 8.38 to 10.36.
+    Both ends have as many decimals as the larger one has room for, such as 8.38 to 10.36; a whole
+    number has none.
     """
     ends = value_of(values.get("low")), value_of(values.get("high"))
     if any(map(math.isnan, ends)):
@@ -130,11 +131,12 @@ def interval(values: Mapping[str, Any], show: Callable[[Any], str] = decimals) -
     largest = max(map(abs, ends))
     if show is decimals and _SMALL <= largest < 1e7:
         places = 4 if largest < 10 else max(0, 3 - math.floor(math.log10(largest)))
-        texts = [f"{end + 0.0:.{places}f}" for end in (round(end, places) for end in ends)]
-        while places and all(text.endswith("0") for text in texts):
+        rounded = [round(end, places) for end in ends]
+        while places and rounded == [round(end, places - 1) for end in rounded]:
             places -= 1
-            texts = [text[:-1].rstrip(".") for text in texts]
-        return " to ".join(f"−{text[1:]}" if text.startswith("-") else text for text in texts)
+        texts = [f"{abs(end):.{0 if end.is_integer() else places}f}" for end in rounded]
+        signs = ["−" if end < 0 else "" for end in rounded]
+        return f"{signs[0]}{texts[0]} to {signs[1]}{texts[1]}"
     return f"{show(ends[0])} to {show(ends[1])}"
 
 
