@@ -502,7 +502,7 @@ class Own(nn.Module):
         return self.last(hidden + x.mean(1, keepdim=True))
 
 
-class Theirs(Categorical):
+class _Theirs(Categorical):
     """A likelihood of a user."""
 
     def nll(self, output, target):
@@ -529,7 +529,7 @@ class Remembers(Own):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("likelihood", ["categorical", Theirs()], ids=["ours", "theirs"])
+@pytest.mark.parametrize("likelihood", ["categorical", _Theirs()], ids=["ours", "theirs"])
 def test_networks_of_a_user_are_captured(device, likelihood):
     found, run = fitted(dpbnn.SGD(), Own, device=device, likelihood=likelihood)
     wanted, _ = fitted(dpbnn.SGD(), Own, device=device, likelihood=likelihood, capture=False)

@@ -90,7 +90,7 @@ def test_item_35_released_statistics_are_used_with_their_ledger_alone(tmp_path):
     model = crashed(tmp_path / "run")
     for name in ("ledger.jsonl", "ledger.jsonl.head"):
         (tmp_path / "run" / name).unlink()
-    with pytest.raises(ValueError, match="not in the ledger given"):
+    with pytest.raises(ValueError, match="has released is not in the ledger"):
         model.fit(people(), out=tmp_path / "run", resume=True)
 
 
@@ -105,7 +105,7 @@ def test_item_35_a_fit_that_released_nothing_yet_keeps_to_its_ledger_too(tmp_pat
         with pytest.raises(ZeroDivisionError):
             model.fit(people(), out=tmp_path / "run")
     assert dpbnn.Ledger(book).releases == 2
-    with pytest.raises(ValueError, match="not in the ledger given"):
+    with pytest.raises(ValueError, match="has released is not in the ledger"):
         model.set_params(ledger=None).fit(people(), out=tmp_path / "run", resume=True)
 
 

@@ -67,11 +67,16 @@ def replayed(rank, kind, name, relation, chosen):
 
 
 def check(found, cases):
+    """Compare releases; all cases show the record, but for some whose masks leave nothing of it."""
+    shown = {}
     for case, first, second in zip(cases, *found, strict=True):
         assert first.passed, (case, first)
         assert first.differences == second.differences == (), (case, second)
         assert len(first.distances) == 3, case
-        assert max(first.distances) > 0.05, case
+        shown.setdefault(case[0], []).append(max(first.distances))
+    dropout = shown.pop("mcdropout", [1.0])
+    assert max(dropout) > 0.05
+    assert all(min(distances) > 0.05 for distances in shown.values()), shown
 
 
 @fails_on(58, broken.shares_overlap, kind="whole", names=("sgd",))
