@@ -24,12 +24,13 @@ if not torch.cuda.is_available():
 triton = importlib.util.find_spec("triton") is not None
 print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton" if triton else "NO TRITON")
 PY
-part tests 240 "$python" -m pytest -q tests/privacy/test_{kernels,chacha}.py \
+part tests 240 "$python" -m pytest -q tests/privacy/test_{kernels,chacha,writes}.py \
   tests/contributions/test_{gpu,captured_rules}.py tests/test_captured.py --deselect \
   tests/test_captured.py::test_many_steps_leave_the_memory_as_it_was
 for model in vit mlp cnn encoder; do
   part "$model" 90 "$python" -u -m benchmarks.gpu --models "$model" --rounds 1 --epochs 5
 done
+part ranks 170 "$python" -m pytest -q tests/ranks/test_gpu_ranks.py
 part memory 60 "$python" -m pytest -q tests/test_captured.py -k many_steps
 if ((${#failed[@]})); then
   printf '== failed, or out of time: %s\n' "${failed[@]}"
