@@ -19,8 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from small_runs import METHODS, STEPS, N, dataset, network, numbers, plan
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from small_runs import sharded as spread
 
 import dpbnn
 from dpbnn import checkpoint, training
@@ -84,26 +83,12 @@ def _rank(folder, work, rank, size, backend, given):
     os._exit(0)
 
 
-def spread(make):
-    """Return a function that makes a network, spread over all ranks of a mesh of GPUs."""
-
-    def made():
-        mesh = init_device_mesh(KIND, (dist.get_world_size(),))
-        whole = make()
-        for layer in whole:
-            if any(True for _ in layer.parameters()):
-                fully_shard(layer, mesh=mesh)
-        return fully_shard(whole, mesh=mesh)
-
-    return made
-
-
 def fit(name="sgd", sharded=False, **options):
     """Fit on the GPU, a whole network or one that is spread over ranks."""
     settings = {"method": METHODS[name], "plan": plan(), "progress": False, **options}
     if not sharded:
         return dpbnn.fit(network(name), dataset(), device=KIND, **settings)
-    return dpbnn.fit(spread(network(name)), dataset(), **settings)
+    return dpbnn.fit(spread(network(name), KIND), dataset(), **settings)
 
 
 @contextlib.contextmanager
@@ -189,7 +174,7 @@ def replayed(rank, names, sharded):
     """Run methods on the data and on a neighbour; return what passed, and distances."""
     chosen, found = plan(batch_size=24, steps=4), []
     for name in names:
-        model = spread(network(name)) if sharded else network(name)().to(KIND)
+        model = spread(network(name), KIND) if sharded else network(name)().to(KIND)
         result = dpbnn.replay(METHODS[name], dataset(), 7, model=model, plan=chosen)
         found.append((result.passed, result.differences, result.distances, str(result)))
     return found

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from small_runs import METHODS, dataset, numbers, plan
+from small_runs import METHODS, dataset, numbers, plan, sharded
 from together import together
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,20 +27,6 @@ def encoder():
         nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 5, 2),
         nn.GroupNorm(1, 5), nn.Flatten(), nn.Linear(10, 3),
     )  # fmt: skip
-
-
-def sharded(make=mlp):
-    """Return a function that makes a network, spread over all ranks."""
-
-    def made():
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        network = make()
-        for layer in network:
-            if any(True for _ in layer.parameters()):
-                fully_shard(layer, mesh=mesh)
-        return fully_shard(network, mesh=mesh)
-
-    return made
 
 
 def fit(name="sgd", make=mlp, data=None, spread=sharded, **options):

@@ -7,6 +7,9 @@ import signal
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import Dataset
 
 import dpbnn
@@ -53,6 +56,20 @@ def plan(**change):
 def network(name="sgd"):
     def made():
         return dpbnn.mlp(4, (5,), 3, dropout=0.3 if name == "mcdropout" else 0.0)
+
+    return made
+
+
+def sharded(make, kind="cpu"):
+    """Return a function that makes a network, spread over all ranks of a mesh of devices."""
+
+    def made():
+        mesh = init_device_mesh(kind, (dist.get_world_size(),))
+        whole = make()
+        for layer in whole:
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=mesh)
+        return fully_shard(whole, mesh=mesh)
 
     return made
 

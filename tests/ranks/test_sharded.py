@@ -145,7 +145,7 @@ def test_item_65_neighbours_over_two_sharded_ranks(tmp_path, names):
 
     def replayed(name):
         if name == "sgd":
-            return dpbnn.replay(METHODS[name], dataset(), 7, model=sharded(), plan=chosen)
+            return dpbnn.replay(METHODS[name], dataset(), 7, model=sharded(mlp), plan=chosen)
         runs = iter(tmp_path / f"{name} {number}" for number in range(9))
         return dpbnn.replay(lambda data: run(name, next(runs), data), dataset(), 7, trace=False)
 
@@ -236,7 +236,7 @@ def test_item_65_noise_serves_the_same_computation_alone(tmp_path):
 
 def test_the_network_is_trained_as_it_is_and_left_sharded(tmp_path):
     def work(rank):
-        network = sharded()()
+        network = sharded(mlp)()
         before = network[1].weight.full_tensor().clone()
         posterior = dpbnn.fit(network, dataset(), method=METHODS["sgd"], plan=plan())
         posterior.save(tmp_path / "saved")
@@ -321,7 +321,7 @@ def test_what_sharded_networks_cannot_do_is_refused():
         for words, change in REFUSED.items():
             settings = {"method": METHODS["sgd"], "plan": plan(), "progress": False, **change}
             model, data = settings.pop("model", None), settings.pop("data", dataset)
-            made = functools.partial(model, mesh) if model else sharded()
+            made = functools.partial(model, mesh) if model else sharded(mlp)
             try:
                 dpbnn.fit(made, data(), **settings)
             except ValueError as error:
