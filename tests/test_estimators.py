@@ -626,7 +626,7 @@ def test_a_larger_budget_gets_a_network_with_steps_and_it_is_saved(tmp_path):
     from dpbnn.networks import Steps
 
     rng = np.random.default_rng(0)
-    x = rng.uniform(-1, 1, (400, 2))
+    x = rng.uniform(-1, 1, (600, 2))
     y = (x[:, 0] > 0).astype(int)
     common = {"bounds": (-1, 1), "classes": [0, 1], "epochs": 5, "random_state": 0}
     has = {}

@@ -13,6 +13,7 @@ from dpbnn.calibration import calibration_split, conformalize, recalibrate
 from dpbnn.calibration.conformal import records_needed
 from dpbnn.calibration.temperature import STEPS, error
 from dpbnn.estimators import budget
+from dpbnn.estimators.open_prior import plenty
 from dpbnn.posteriors import Posterior
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.plan import Plan, open_plan
@@ -22,7 +23,7 @@ __all__ = ["BETA", "COVER_SHARE", "HeldOut", "Parts"]
 
 TRAINING = "training"
 TEMPER_ROWS = (0.2, 10_000)  # share of all rows held out for the temperature, and most rows for it
-TEMPER_SHARE = 0.1  # most of the budget's mu^2 for a temperature from training rows
+TEMPER_SHARE = {"classification": 0.2, "regression": 0.1}  # most of mu^2, from training rows
 TEMPER_ENOUGH = {"classification": 0.07, "regression": 0.04}  # error of log T by the noise
 TEMPER_HOPELESS = {"classification": 2.0, "regression": 4.0}  # error above which none is tried
 TEMPER_DRAWS = 16  # most posterior draws of the predictions for it
@@ -157,13 +158,14 @@ class HeldOut:
     def _plan_on_training(self, n: int, epsilon: float | None, delta: float) -> Plan | None:
         """Return a plan that spends no more than needed; None where the noise would decide.
 
-        Without privacy there is none: such a model fits its training rows better than others.
+        Without privacy there is none here, since a model may fit its training rows better than
+        others; see `found`.
         """
         if epsilon is None:
             return None
         one = _budget(n, epsilon, delta)
-        enough = TEMPER_ENOUGH[self._task]
-        more = max(1 / math.sqrt(TEMPER_SHARE), enough / error(self._task, one))
+        enough, share = TEMPER_ENOUGH[self._task], TEMPER_SHARE[self._task]
+        more = max(1 / math.sqrt(share), enough / error(self._task, one))
         sigma = one.noise_multiplier * more
         found = budget.solved_plan(
             noise_multiplier=sigma * math.sqrt(STEPS), delta=delta, n=n, steps=STEPS,
@@ -183,6 +185,8 @@ class HeldOut:
         seed: int,
     ) -> tuple[float | None, float | None, PrivacyStatement]:
         """Return temperature and threshold, and the statement of training and both.
+
+        A regressor without privacy gets a temperature where its training rows are plenty.
 
         **Guarantee.** Both are releases of the gate, recorded in the ledger before they are made.
 
@@ -204,13 +208,17 @@ class HeldOut:
             "seed": seed,
             "on_bad_rows": self.on_bad_rows,
         }
-        if plans[0] is not None:
+        chosen, count = plans[0], len(temper[0])
+        if self.on_training and self.regression and not plan.private:
+            chosen = _plan(count, STEPS, None, 0.0, 0.0) if plenty(count, posterior.model) else None
+        if chosen is not None:
             more = dict(common)
             if self.on_training:
-                one = _budget(len(temper[0]), plan.epsilon, plan.delta)
-                more["influence"] = 1 / one.noise_multiplier
                 more["samples"] = min(samples, TEMPER_DRAWS)
-            used = recalibrate(used, temper, plan=plans[0], **more)
+            if self.on_training and plan.private:
+                one = _budget(count, plan.epsilon, plan.delta)
+                more["influence"] = 1 / one.noise_multiplier
+            used = recalibrate(used, temper, plan=chosen, **more)
             temperature = used.temperature
         if plans[1] is not None:
             assert self.alpha is not None

@@ -12,7 +12,7 @@ from dpbnn.posteriors import Posterior
 from dpbnn.priors import Gaussian
 from dpbnn.privacy.plan import Plan, open_plan
 
-__all__ = ["chosen_prior"]
+__all__ = ["chosen_prior", "plenty"]
 
 FEWEST = 50  # rows that some can be held out of
 ENOUGH = 8  # rows per weight from which no prior is needed
@@ -46,8 +46,8 @@ def chosen_prior(
         raise ValueError("plan: is private, and rows that are held out may not choose a prior")
     count = int(good.sum())
     with torch.device("meta"):
-        weights = sum(parameter.numel() for parameter in network().parameters())
-    if not FEWEST <= count < ENOUGH * weights:
+        sketch = network()
+    if count < FEWEST or plenty(count, sketch):
         return first
     x, y = (part[good] for part in data)
     rest, held = calibration_split(count, _HELD)
@@ -66,3 +66,13 @@ def chosen_prior(
         best, most = prior, likely
         prior = Gaussian(prior.std / 2)
     return best
+
+
+def plenty(rows: int, network: torch.nn.Module) -> bool:
+    """Return whether rows are so many that a network fits them hardly better than others.
+
+    Args:
+        rows: of the training.
+        network: its weights are counted.
+    """
+    return rows >= ENOUGH * sum(parameter.numel() for parameter in network.parameters())
