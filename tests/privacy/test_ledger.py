@@ -12,6 +12,7 @@ import pytest
 from forks import exit_code, started
 
 import dpbnn
+from dpbnn.privacy import ledger_file
 from dpbnn.privacy.events import Event
 from dpbnn.privacy.ledger import BudgetExceeded, Ledger, LedgerCorrupted
 
@@ -338,6 +339,40 @@ def check_killed(kind, path, tmp_path, attempts):
 
 def test_a_killed_process_has_never_used_more_than_the_ledger_says(path, tmp_path):
     assert check_killed(Ledger, path, tmp_path, 100) > 40
+
+
+class Killed(BaseException):
+    """Ends a write where a kill signal would."""
+
+
+@pytest.mark.parametrize("filled", [True, False])
+def test_a_process_that_is_killed_at_the_end_of_a_page_leaves_no_part_of_a_line(
+    path, monkeypatch, filled
+):
+    """Linux looks for a kill signal between pages of one write. Broken twin: pages not filled."""
+    write, page, killed = ledger_file._write, 4096, 0
+
+    def first_page(fd, data):
+        room = page - os.fstat(fd).st_size % page
+        write(fd, data[:room])
+        if len(data) > room:
+            raise Killed
+
+    monkeypatch.setattr(ledger_file, "_write", first_page)
+    monkeypatch.setattr(ledger_file.Locked, "_undo", lambda self: None)  # nobody is left to do it
+    if not filled:
+        monkeypatch.setattr(ledger_file, "_filled", lambda line, start: line)
+    try:
+        for number in range(100):
+            try:
+                Ledger(path).spend(SAMPLER.event(1.5 + number))  # two lines
+            except Killed:
+                killed += 1
+    except LedgerCorrupted as error:
+        assert not filled
+        assert "damaged or torn" in str(error)
+    assert killed
+    assert not filled or path.stat().st_size > 5 * page
 
 
 def test_the_same_check_catches_a_ledger_that_writes_too_late(path, tmp_path):

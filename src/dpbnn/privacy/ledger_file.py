@@ -7,7 +7,8 @@
 Lines come first, then the head; only then may what they announce be done. (The very first line
 comes after its head, so a file without a head is never a new one.) So everything that was done is
 within the head. A file that is shorter than its head says, or other, has lost something and is
-refused. Whole lines beyond the head are of a process that died on the way; they count.
+refused. Whole lines beyond the head are of a process that died on the way; they count. Lines do not
+go over the end of a page, so that such a process leaves no part of a line.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from dpbnn.privacy.locks import lock, sync_folder, unlock
+
+
+_PAGE = 4096  # bytes of a file that are written together, or a part of such
+_LONGEST = 1024  # bytes of a usual line, at most
 
 
 class LedgerCorrupted(RuntimeError):
@@ -201,8 +206,8 @@ class Locked:
         file = self.file
         end, check, lines, checks = file.offset, "", b"", {}
         for line, check in _lines(file.checks[file.offset], entries):
-            lines += line
-            end += len(line)
+            lines += _filled(line, end)
+            end = file.offset + len(lines)
             checks[end] = check
         try:
             if not file.offset:
@@ -235,6 +240,20 @@ def _lines(check: str, entries: list[dict[str, Any]]) -> Iterator[tuple[bytes, s
     for values in entries:
         check = _checksum(check, values)
         yield json.dumps({**values, "check": check}).encode() + b"\n", check
+
+
+def _filled(line: bytes, start: int) -> bytes:
+    """Return a line that has spaces up to the end of its page where another may not fit in there.
+
+    A process that is killed while it writes leaves whole pages. So a line in one page is whole, or
+    not there at all.
+
+    Args:
+        line: to be written.
+        start: its place in the file.
+    """
+    room = -(start + len(line)) % _PAGE
+    return line[:-1] + b" " * room + b"\n" if room < _LONGEST else line
 
 
 def _replace(path: Path, content: bytes) -> None:
