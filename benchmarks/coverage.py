@@ -6,10 +6,13 @@ posterior must hold the truth in 90 % of its 90 % intervals, at every epsilon.
     linear    y = x^T b + noise; intervals of the coefficients b, and of new y (predictive)
     logistic  P(y = 1 | x) = 1/(1 + exp(-x^T b)); intervals of the coefficients
     network   one hidden layer of 32 units with weights N(0, 1); bands of P(y = 1 | x) at new inputs
+    curve     y = f(x) + noise, f such a network of standard deviation 1; bands of f at new inputs
+    smooth    12 columns, of which a smooth function of three decides; bands of P(y = 1 | x)
 
-Inputs of the first two are standard normal with correlations 0.5^|i - j|. Coefficients are N(0, 1),
-and the estimators get that prior in the units of their weights. Every (task, method, epsilon, data
-set) is one line of the results; what is there is not run again. `--render` prints them as Markdown.
+Inputs of linear, logistic and smooth are standard normal with correlations 0.5^|i - j|.
+Coefficients are N(0, 1), and the estimators get that prior in the units of their weights. Every
+(task, method, epsilon, data set) is one line of the results; what is there is not run again.
+`--render` prints them as Markdown.
 Where a method does not apply, the reason is recorded and printed.
 """
 
@@ -35,7 +38,8 @@ EPSILONS = ("0.1", "0.3", "1", "3", "none")
 NAMES = ("task", "method", "epsilon", "rows", "set")
 COLUMNS = 4
 BOUND, TARGET = 5.0, 10.0  # public bounds of inputs and of the target, both sides
-NOISE = 1.0  # of the linear task
+NOISE = 1.0  # of the linear task; half of it in curve
+WIDTH = 32  # of the networks that truths are drawn from
 NEW = 200  # inputs at which predictions and bands are checked
 DRAWS = 400
 WANTED = {"coefficients": (0.85, 0.95), "bands": (0.80, 0.96), "predictive": (0.87, 0.94)}
@@ -76,10 +80,10 @@ def coefficients(estimator: Any) -> np.ndarray:
     return (drawn[:, :columns] - drawn[:, columns:]) / 2
 
 
-def _inputs(rng: np.random.Generator, rows: int) -> np.ndarray:
-    place = np.arange(COLUMNS)
+def _inputs(rng: np.random.Generator, rows: int, columns: int = COLUMNS) -> np.ndarray:
+    place = np.arange(columns)
     factor = np.linalg.cholesky(0.5 ** np.abs(place[:, None] - place))
-    return rng.standard_normal((rows, COLUMNS)) @ factor.T
+    return rng.standard_normal((rows, columns)) @ factor.T
 
 
 def _checked(drawn: np.ndarray, truth: np.ndarray) -> dict[str, float]:
@@ -162,28 +166,64 @@ def _logistic(options: dict[str, Any], rng: np.random.Generator, rows: int) -> d
     return {"coefficients": _checked(coefficients(model.fit(x, y)), truth)}
 
 
+def _drawn_network(
+    rng: np.random.Generator, rows: int, outputs: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return inputs of records and new ones, and what a network of weights N(0, 1) says there."""
+    x, new = (rng.uniform(-1, 1, (count, COLUMNS)) for count in (rows, NEW))
+    first = rng.standard_normal((COLUMNS + 1, WIDTH))
+    second = rng.standard_normal((WIDTH + 1, outputs))
+    said = (
+        np.maximum(part @ first[:-1] + first[-1], 0) @ second[:-1] + second[-1] for part in (x, new)
+    )
+    return x, new, *said
+
+
 def _network(options: dict[str, Any], rng: np.random.Generator, rows: int) -> dict[str, Any]:
     import dpbnn
 
-    width = (32,)
-    x, new = (rng.uniform(-1, 1, (count, COLUMNS)) for count in (rows, NEW))
-    first, second = rng.standard_normal((COLUMNS + 1, *width)), rng.standard_normal((33, 2))
-
-    def chance(part: np.ndarray) -> np.ndarray:
-        hidden = np.maximum(part @ first[:-1] + first[-1], 0)
-        logits = hidden @ second[:-1] + second[-1]
-        return 1 / (1 + np.exp(logits[:, 0] - logits[:, 1]))
-
-    y = (rng.random(rows) < chance(x)).astype(int)
+    x, new, *logits = _drawn_network(rng, rows, 2)
+    chance, later = (1 / (1 + np.exp(part[:, 0] - part[:, 1])) for part in logits)
+    y = (rng.random(rows) < chance).astype(int)
     model = dpbnn.PrivateBayesClassifier(
-        bounds=(-1, 1), classes=(0, 1), hidden=width, samples=DRAWS, **options
+        bounds=(-1, 1), classes=(0, 1), hidden=(WIDTH,), samples=DRAWS, **options
     )
     drawn = 1 / (1 + np.exp(-functions(model.fit(x, y), new)))
-    return {"bands": _checked(drawn, chance(new))}
+    return {"bands": _checked(drawn, later)}
+
+
+def _curve(options: dict[str, Any], rng: np.random.Generator, rows: int) -> dict[str, Any]:
+    import dpbnn
+
+    x, new, said, later = _drawn_network(rng, rows, 1)
+    truth, later = ((part[:, 0] - said.mean()) / said.std() for part in (said, later))
+    y = truth + NOISE / 2 * rng.standard_normal(rows)
+    model = dpbnn.PrivateBayesRegressor(
+        bounds=(-1, 1), target_bounds=(-TARGET / 2, TARGET / 2), samples=DRAWS, **options
+    )
+    return {"bands": _checked(functions(model.fit(x, y), new), later)}
+
+
+def _smooth(options: dict[str, Any], rng: np.random.Generator, rows: int) -> dict[str, Any]:
+    import dpbnn
+
+    x, new = _inputs(rng, rows, 12), _inputs(rng, NEW, 12)
+    first, second = rng.standard_normal((3, WIDTH)), rng.standard_normal(WIDTH)
+    said, later = (np.tanh(part[:, :3] @ first) @ second for part in (x, new))
+    chance, later = (
+        1 / (1 + np.exp(-1.5 * (part - said.mean()) / said.std())) for part in (said, later)
+    )
+    model = dpbnn.PrivateBayesClassifier(
+        bounds=(-BOUND, BOUND), classes=(0, 1), samples=DRAWS, **options
+    )
+    model.fit(x, (rng.random(rows) < chance).astype(int))
+    drawn = 1 / (1 + np.exp(-functions(model, new)))
+    return {"bands": _checked(drawn, later)}
 
 
 TASKS: dict[str, Callable[[dict[str, Any], np.random.Generator, int], dict[str, Any]]] = {
-    "linear": _linear, "logistic": _logistic, "network": _network,
+    "linear": _linear, "logistic": _logistic, "network": _network, "curve": _curve,
+    "smooth": _smooth,
 }  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def main():
                 ).fit(x, y)  # fmt: skip
                 found = fitted.predictive(x_test)
                 rows[name].append(metrics(found, y_test))
-            logs = found.log_probabilities
+            logs = found.plain.log_probabilities
             raw = logs + logs.new_tensor([1.0, WEIGHT]).log()
             rows["uncorrected"].append(metrics(ClassPredictive.from_logits(raw), y_test))
         for name, values in rows.items():

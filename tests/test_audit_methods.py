@@ -36,6 +36,12 @@ METHODS = {
         dpbnn.SGD(clip=0.5, optimizer="adam", keep=3),
         {"model": lambda: dpbnn.mlp(2, (4,), 3, linear_path=True, steps=1.0)},
     ),
+    "sgd, bands": (
+        dpbnn.SGD(
+            clip=0.5, keep=3, inputs=lambda count: torch.linspace(-1, 1, 2 * count).view(count, 2)
+        ),
+        {},
+    ),
     "sgld": (dpbnn.SGLD(learning_rate=1e-3, keep=3), {}),
     "sghmc": (dpbnn.SGHMC(learning_rate=1e-3, keep=3), {}),
     "bbp": (dpbnn.BBP(), {}),

@@ -65,7 +65,13 @@ def job(task, method, epsilon=1.0, number=0):
 
 @pytest.mark.parametrize(
     ("task", "quantity"),
-    [("linear", "coefficients"), ("logistic", "coefficients"), ("network", "bands")],
+    [
+        ("linear", "coefficients"),
+        ("logistic", "coefficients"),
+        ("network", "bands"),
+        ("curve", "bands"),
+        ("smooth", "bands"),
+    ],
 )
 def test_every_task_gives_a_record(task, quantity):
     found = recorded(coverage.one, job(task, "default"))

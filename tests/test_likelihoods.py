@@ -24,6 +24,7 @@ from dpbnn.likelihoods import (
     Weighted,
     likelihood,
 )
+from dpbnn.predictive import ClassPredictive
 
 
 def test_categorical_is_the_log_softmax_of_the_label():
@@ -339,3 +340,47 @@ def test_a_weighted_likelihood_learns_its_noise_too(tmp_path):
     assert posterior.predict(x).aleatoric.sqrt().mean().item() == pytest.approx(0.1, abs=0.05)
     posterior.save(tmp_path / "saved")
     assert dpbnn.load(tmp_path / "saved").likelihood == posterior.likelihood
+
+
+OUTCOMES = {
+    "categorical": (Categorical(), 3),
+    "weighted classes": (Categorical((1.0, 4.0, 0.5)), 3),
+    "bernoulli": (Bernoulli(), 1),
+    "weighted bernoulli": (Bernoulli((1.0, 3.0)), 1),
+    "gaussian": (Gaussian(0.4), 1),
+    "heteroscedastic": (HeteroscedasticGaussian(), 2),
+    "learned": (LearnedNoiseGaussian(), 2),
+}
+
+
+@pytest.mark.parametrize("name", list(OUTCOMES))
+def test_outcomes_are_what_targets_may_be_with_the_slopes_of_log_prob(name):
+    kind, columns = OUTCOMES[name]
+    torch.manual_seed(0)
+    outputs = torch.randn(5, columns, dtype=torch.float64, requires_grad=True)
+    found = kind.outcomes(outputs.detach())
+    count = len(found.chances)
+    assert torch.allclose(found.chances.sum(0), torch.ones(5, dtype=torch.float64))
+    assert found.scores.shape == found.slopes.shape == (count, 5, columns)
+    chances = found.chances[..., None]
+    assert (chances * found.scores).sum(0).abs().max() < 1e-9  # a score has mean 0
+    predicted = kind.predictive(outputs.detach()[None])
+    for draw in range(count):
+        (slope,) = torch.autograd.grad(-kind.log_prob(outputs, found.targets[draw]).sum(), outputs)
+        located = (found.scores != 0).flatten(0, 1).any(0)
+        torch.testing.assert_close(found.slopes[draw][:, located], slope[:, located])
+        assert (found.slopes[draw][:, ~located] == 0).all()
+    if isinstance(predicted, ClassPredictive):
+        torch.testing.assert_close(found.chances.T, predicted.mean)
+    else:
+        torch.testing.assert_close((chances * found.targets).sum(0)[:, 0], predicted.mean)
+        squares = (chances * (found.targets - predicted.mean[:, None]).square()).sum(0)[:, 0]
+        torch.testing.assert_close(squares, predicted.aleatoric)
+
+
+def test_likelihoods_without_known_outcomes_say_none():
+    assert Poisson().outcomes(torch.zeros(2, 1)) is None
+    assert Gaussian(None).outcomes(torch.zeros(2, 1)) is None
+    assert Gaussian(1.0).outcomes(torch.zeros(2, 3)) is None
+    assert Categorical().outcomes(torch.zeros(2, 4, 3)) is None
+    assert Bernoulli().outcomes(torch.zeros(2, 2)) is None

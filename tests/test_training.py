@@ -17,6 +17,8 @@ from interruption import stop_after
 from torch import nn
 
 import dpbnn
+from dpbnn.data.standardising import Standardisation
+from dpbnn.estimators.public_inputs import PublicInputs
 from dpbnn.privacy.gate import Gate
 
 N, STEPS = 40, 12
@@ -36,6 +38,12 @@ METHODS = {
     "sgd": dpbnn.SGD(learning_rate=0.5, momentum=0.5, schedule="cosine", average="polyak"),
     "adam": dpbnn.SGD(learning_rate=0.05, optimizer="adam"),
     "path": dpbnn.SGD(learning_rate=0.05, optimizer="adam", schedule="linear", keep=6),
+    "bands": dpbnn.SGD(
+        learning_rate=0.05,
+        optimizer="adam",
+        keep=6,
+        inputs=PublicInputs(Standardisation.public(4), 4.0),
+    ),
     "sgld": dpbnn.SGLD(learning_rate=1e-3, keep=6),
     "sghmc": dpbnn.SGHMC(learning_rate=1e-3, keep=6, thin=2),
     "bbp": dpbnn.BBP(learning_rate=0.5),
@@ -53,8 +61,8 @@ def fit(name="sgd", data=None, **options):
 
 def weights(posterior):
     tensors = [v.flatten() for v in posterior.model.state_dict().values()]
-    if hasattr(posterior, "std"):
-        tensors += [v.flatten() for v in posterior.std.values()]
+    for part in ("std", "deviations"):
+        tensors += [v.flatten() for v in getattr(posterior, part, {}).values()]
     if hasattr(posterior, "iterates"):
         store = posterior.iterates
         tensors += [v.flatten() for v in store.read(list(range(len(store)))).values()]
@@ -372,9 +380,10 @@ class Twice(nn.Module):
         return self.last(self.c(self.inner(self.b(torch.tanh(self.a(x))))))
 
 
-@pytest.mark.parametrize(
-    "method", [*METHODS.values(), dpbnn.VI(), dpbnn.BBP(space="parameters")], ids=str
-)
+SHARING = [METHODS[name] for name in METHODS if name != "bands"]  # whose layers are used once
+
+
+@pytest.mark.parametrize("method", [*SHARING, dpbnn.VI(), dpbnn.BBP(space="parameters")], ids=str)
 def test_a_module_that_is_used_twice_is_left_as_it_is_by_predictions(method):
     x, y = dataset()
     posterior = dpbnn.fit(Twice(), (x, y), method=method, plan=plan())

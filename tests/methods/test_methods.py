@@ -22,6 +22,10 @@ def net(outputs, dropout=0.0):
     return lambda: dpbnn.mlp(4, (6,), outputs, dropout=dropout)
 
 
+def public_inputs(count):
+    return torch.randn(count, 4, generator=torch.Generator().manual_seed(1))
+
+
 METHODS = {
     "sgd": (dpbnn.SGD(learning_rate=0.5), 0.0),
     "sgd-adam": (dpbnn.SGD(learning_rate=0.01, optimizer="adam", average=0.9), 0.0),
@@ -31,6 +35,10 @@ METHODS = {
     ),
     "sgd-kept": (
         dpbnn.SGD(learning_rate=0.01, optimizer="adam", schedule="linear", keep=2),
+        0.0,
+    ),
+    "sgd-bands": (
+        dpbnn.SGD(learning_rate=0.01, optimizer="adam", keep=2, inputs=public_inputs),
         0.0,
     ),
     "sgld": (dpbnn.SGLD(learning_rate=1e-3, keep=3), 0.0),
@@ -71,8 +79,10 @@ def run(name, data, likelihood="categorical", prior="gaussian", sampling="full-b
 def public(posterior):
     """Everything that a posterior shows."""
     tensors = dict(posterior.model.state_dict())
-    if hasattr(posterior, "std"):
-        tensors |= {f"std.{name}": value for name, value in posterior.std.items()}
+    for part in ("std", "deviations"):
+        if hasattr(posterior, part):
+            values = getattr(posterior, part)
+            tensors |= {f"{part}.{name}": value for name, value in values.items()}
     if hasattr(posterior, "iterates"):
         count = len(posterior.iterates)
         tensors |= {f"it.{n}": v for n, v in posterior.iterates.read(list(range(count))).items()}

@@ -13,6 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import Dataset
 
 import dpbnn
+from dpbnn.data.standardising import Standardisation
+from dpbnn.estimators.public_inputs import PublicInputs
 from dpbnn.methods.sgd import SGDProcess
 from dpbnn.methods.sgld import LangevinProcess
 from dpbnn.privacy import noise
@@ -20,6 +22,9 @@ from dpbnn.privacy import noise
 N, STEPS = 48, 6
 METHODS = {
     "sgd": dpbnn.SGD(learning_rate=0.3, momentum=0.5),
+    "bands": dpbnn.SGD(
+        learning_rate=0.3, keep=3, inputs=PublicInputs(Standardisation.public(4), 4.0)
+    ),
     "sgld": dpbnn.SGLD(learning_rate=1e-3, keep=3),
     "sghmc": dpbnn.SGHMC(learning_rate=1e-3, keep=3),
     "bbp": dpbnn.BBP(learning_rate=0.3),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 __all__ = ["LEVELS", "Crossing"]
 
-LEVELS = {"regression": 0.9, "half": 0.5}  # of the intervals of real targets
+LEVELS = {"regression": 0.9, "uncounted": 0.9, "half": 0.5}  # of the intervals of real targets
 _STEEPNESS = {"classification": (0.05, 1.2), "top class": (0.07, 0.9)}  # from, to
 _REAL = (0.4, 1.2)  # likewise of real targets
 _SPAN = (math.log(10), math.log(100))  # of log T, for classes and for real targets
@@ -33,7 +33,7 @@ class Crossing:
     says little more than a direction, one near it says where it is.
 
     Args:
-        asked: "classification", "top class", "regression" or "half"; see `recalibrate`.
+        asked: "classification", "top class", or a key of LEVELS; see `recalibrate`.
         noise: standard deviation of the noise of a mean.
     """
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from dpbnn.calibration.release import Budget, Records, release, row_blocks
 from dpbnn.calibration.root import LEVELS, Crossing
 from dpbnn.predictive import ClassPredictive, Predictive, RealPredictive
+from dpbnn.predictive.classes import LOWEST
 from dpbnn.privacy.ledger import Ledger
 from dpbnn.privacy.noise import NoiseSource
 from dpbnn.privacy.plan import Plan
@@ -24,12 +25,14 @@ __all__ = ["RecalibratedPosterior", "recalibrate", "tempered"]
 STEPS = 5
 CLIP = {
     "classification": 3.0, "top class": 1 + 1e-3,  # no count is to be clipped
-    "regression": 0.9 * (1 + 1e-3), "half": 0.5 * (1 + 1e-3),
+    "regression": 0.5 * (1 + 1e-3), "uncounted": 0.9 * (1 + 1e-3), "half": 0.5 * (1 + 1e-3),
 }  # fmt: skip
-_RISE = {"classification": 0.2, "regression": 0.15}  # usual derivative of a mean by log T
-_COARSE = {"classification": ("top class", 0.1), "regression": ("half", 0.3)}  # and from what error
+_CENTRE = {"regression": 0.4}  # mean of the contributions at the crossing, where it is not 0
+_RISE = {"classification": 0.2, "regression": 0.15, "uncounted": 0.15}  # usual d mean / d log T
+_COARSE = {
+    "classification": ("top class", 0.1), "regression": ("half", 0.5), "uncounted": ("half", 0.3),
+}  # what is asked in their place, and from what error on  # fmt: skip
 _VARIED = 4.0  # or that error times sqrt(n), since coarse answers vary more from record to record
-_LOWEST = -1e4  # log-probability that stands for that of probability 0
 
 
 class RecalibratedPosterior:
@@ -89,8 +92,10 @@ def recalibrate(
     Classes: p_T proportional to p^(1/T) for every posterior draw, T from 0.1 to 10, where the
     derivative of the log-loss crosses zero: a record contributes d(-log p_T(y_i))/d log T, clipped
     to [-3, 3]. Real targets: the predictive distribution stretched about its mean by sqrt(T), T
-    from 0.01 to 100, so that 90 % intervals hold 90 % of the records: a record contributes 0.1 if
-    its interval holds it and -0.9 if not, so heavy tails do not matter.
+    from 0.01 to 100, so that 90 % intervals hold 90 % of the records: a record contributes 0.5 if
+    its interval holds it and -0.5 if not, so heavy tails do not matter, and 0.4 for each of the n
+    records is the sum at that T. Where the number of records that count is not public, under
+    add/remove and with on_bad_rows="zero", it contributes 0.1 or -0.9, and the sum is to be 0.
 
     Where the noise of that would be large, which public numbers tell, a question of less
     sensitivity takes its place: is the most probable class right as often as it says (with p its
@@ -101,12 +106,12 @@ def recalibrate(
     posterior knows the noise (see `Crossing`), and where the noise is large the temperature stays
     near 1.
 
-    **Guarantee.** A record contributes one number of absolute value at most 3 (0.9, 1 or 0.5 for
+    **Guarantee.** A record contributes one number of absolute value at most 3 (0.5, 0.9 or 1 for
     the other questions) to each release, clipped there by the gate, so that zero-out moves the sum
-    by at most that (replace-one by twice that); which question it is depends on the plan alone;
-    what follows is post-processing of the releases. All releases are in the ledger before the
-    first is made. Nothing is assumed of the records: they may be those of the training, whose
-    releases and these then compose. Bad data is refused before anything is spent.
+    by at most that (replace-one by twice that); which question it is depends on the plan and
+    on_bad_rows alone; what follows is post-processing of the releases. All releases are in the
+    ledger before the first is made. Nothing is assumed of the records: they may be those of the
+    training, whose releases and these then compose. Bad data is refused before anything is spent.
 
     Args:
         posterior: what is recalibrated.
@@ -133,8 +138,8 @@ def recalibrate(
     records = Records.of(data, on_bad_rows)
     budget = Budget.of(posterior.privacy, records.count, epsilon, delta, plan, ledger, STEPS)
     predictive, records = records.predicted(lambda x: posterior.predict(x, samples, seed=seed))
-    asked = question(_task(predictive), budget.plan)
-    rows, work = _contributed(predictive, *records.targets(predictive), influence, asked)
+    asked = question(_task(predictive, budget.plan, on_bad_rows), budget.plan)
+    rows, work = _contributed(predictive.plain, *records.targets(predictive), influence, asked)
     n, sigma = budget.plan.n, budget.plan.noise_multiplier
     gate = budget.gate(CLIP[asked], "recalibration", noise)
     crossing = Crossing(asked, sigma * CLIP[asked] / n)
@@ -142,7 +147,7 @@ def recalibrate(
         place = crossing.mean
         at = functools.partial(rows, temperature=math.exp(place))
         total = release(gate, row_blocks(len(records.x), 1, at, work))
-        crossing.update(place, total.item() / n)
+        crossing.update(place, total.item() / n - _CENTRE.get(asked, 0.0))
     return RecalibratedPosterior(posterior, math.exp(crossing.mean), budget.statement(gate))
 
 
@@ -150,7 +155,7 @@ def error(task: str, plan: Plan) -> float:
     """Return about the standard error of log T that the noise of a plan causes.
 
     Args:
-        task: "classification" or "regression".
+        task: "classification", "regression" or "uncounted".
         plan: of the releases.
     """
     return CLIP[task] * plan.noise_multiplier / (_RISE[task] * plan.n * math.sqrt(plan.steps))
@@ -160,7 +165,7 @@ def question(task: str, plan: Plan) -> str:
     """Return what the records are asked, a key of CLIP: the task, or less where noise is large.
 
     Args:
-        task: "classification" or "regression".
+        task: "classification", "regression" or "uncounted".
         plan: of the releases.
     """
     coarse, most = _COARSE[task]
@@ -181,20 +186,26 @@ def tempered(predictive: Predictive, temperature: float) -> Predictive:
     """
     if not (0 < temperature < math.inf):
         raise ValueError(f"temperature={temperature}: must be a finite number > 0; 1 changes none")
-    if isinstance(predictive, ClassPredictive):
-        scaled = predictive.log_probabilities.clamp(min=_LOWEST) / temperature
-        return type(predictive).from_logits(scaled)
-    if isinstance(predictive, RealPredictive):
-        spread = (predictive.means - predictive.mean) * math.sqrt(temperature)
-        return RealPredictive(predictive.mean + spread, predictive.variances * temperature)
+    if isinstance(predictive, ClassPredictive | RealPredictive):
+        return predictive.tempered(temperature)
     raise _no_temperature(predictive)
 
 
-def _task(predictive: Predictive) -> str:
+def of_real(public: bool, on_bad_rows: str) -> str:
+    """Return the task of real targets.
+
+    Args:
+        public: whether the number of records is public.
+        on_bad_rows: as in `recalibrate`; "zero" hides how many of them count.
+    """
+    return "regression" if public and on_bad_rows != "zero" else "uncounted"
+
+
+def _task(predictive: Predictive, plan: Plan, on_bad_rows: str) -> str:
     if isinstance(predictive, ClassPredictive):
         return "classification"
     if isinstance(predictive, RealPredictive):
-        return "regression"
+        return of_real(plan.relation.public_size, on_bad_rows)
     raise _no_temperature(predictive)
 
 
@@ -212,13 +223,13 @@ def _contributed(
     """
     count: Callable[..., Tensor]
     if isinstance(predictive, ClassPredictive):
-        parts = [predictive.log_probabilities.clamp(min=_LOWEST)]
+        parts = [predictive.log_probabilities.clamp(min=LOWEST)]
         target = y.to(parts[0].device, torch.long)
         count = _slope if asked == "classification" else _right
     else:
         assert isinstance(predictive, RealPredictive)
         parts = [predictive.means, predictive.variances]
-        count = functools.partial(_inside, LEVELS[asked])
+        count = functools.partial(_inside, LEVELS[asked], _CENTRE.get(asked, 0.0))
         target = y.to(predictive.means).reshape(predictive.mean.shape).double()
 
     def rows(first: int, last: int, temperature: float) -> Tensor:
@@ -251,19 +262,20 @@ def _right(y: Tensor, temperature: float, influence: float, logs: Tensor) -> Ten
 
 def _inside(
     level: float,
+    centre: float,
     y: Tensor,
     temperature: float,
     influence: float,
     means: Tensor,
     variances: Tensor,
 ) -> Tensor:
-    """Return 1 - level for a record in its interval, -level beyond it, averaged over outputs."""
+    """Return [a record is in its interval] - level + centre, averaged over outputs."""
     mean = means.mean(0)
     u = mean + (y - mean) / math.sqrt(temperature)
     own = -0.5 * ((y - means).square() / variances + variances.log())
     weights = _left_out(own, influence).softmax(0)
     below = (weights * torch.erfc((means - u) / (2 * variances).sqrt()) / 2).sum(0)
-    found = ((below - 0.5).abs() <= level / 2).double() - level
+    found = ((below - 0.5).abs() <= level / 2).double() - level + centre
     return found.flatten(1).mean(1) if found.dim() > 1 else found
 
 

@@ -300,7 +300,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         if order is None:
             return predictive
         assert isinstance(predictive, ClassPredictive)
-        return ClassPredictive(predictive.log_probabilities[..., order.tolist()])
+        return predictive.reordered(order.tolist())
 
     def _order(self) -> np.ndarray | None:
         """Return which class of the schema every label of `classes_` is; None where they agree."""

@@ -26,6 +26,7 @@ from dpbnn.estimators import budget, kinds, recipes
 from dpbnn.estimators.held_out import HeldOut, Parts
 from dpbnn.estimators.open_prior import chosen_prior
 from dpbnn.estimators.persons import UNIT, Persons
+from dpbnn.estimators.public_inputs import with_bands
 from dpbnn.estimators.scaling import Scaling, parsed_bounds
 from dpbnn.estimators.workspace import Workspace, new_run
 from dpbnn.posteriors import Posterior
@@ -348,12 +349,13 @@ class _Fit:
             return training.load(place.trained, device=estimator.device or "cpu")
         inputs = torch.from_numpy(scaling(self.x, np.float32))
         network = self.recipe.network(
-            inputs.shape[1], self.layers, self.target.outputs, self.plan, estimator._regression,
-        )  # fmt: skip
+            inputs.shape[1], self.layers, self.target.outputs, self.plan, estimator._regression
+        )
         data = inputs, torch.from_numpy(self.target.values[self.rows])
+        method = with_bands(self.recipe, self.method, scaling, self.target.likelihood, network)
         short = self.plan.steps * self.plan.batch_size < _SHORT
         fit = functools.partial(
-            training.fit, network, likelihood=self.target.likelihood, method=self.method,
+            training.fit, network, likelihood=self.target.likelihood, method=method,
             seed=self.seed, device=estimator.device, on_bad_rows=estimator.on_bad_rows,
             progress=estimator.progress, debug_seed=None if self.plan.private else self.seed,
         )  # fmt: skip

@@ -11,7 +11,7 @@ import numpy as np
 
 from dpbnn.calibration import calibration_split, conformalize, recalibrate
 from dpbnn.calibration.conformal import records_needed
-from dpbnn.calibration.temperature import STEPS, error
+from dpbnn.calibration.temperature import STEPS, error, of_real
 from dpbnn.estimators import budget
 from dpbnn.estimators.open_prior import plenty
 from dpbnn.posteriors import Posterior
@@ -23,9 +23,9 @@ __all__ = ["BETA", "COVER_SHARE", "HeldOut", "Parts"]
 
 TRAINING = "training"
 TEMPER_ROWS = (0.2, 10_000)  # share of all rows held out for the temperature, and most rows for it
-TEMPER_SHARE = {"classification": 0.2, "regression": 0.1}  # most of mu^2, from training rows
-TEMPER_ENOUGH = {"classification": 0.07, "regression": 0.04}  # error of log T by the noise
-TEMPER_HOPELESS = {"classification": 2.0, "regression": 4.0}  # error above which none is tried
+TEMPER_SHARE = {"classification": 0.2, "regression": 0.1, "uncounted": 0.1}  # of mu^2, at most
+TEMPER_ENOUGH = {"classification": 0.07, "regression": 0.04, "uncounted": 0.04}  # error of log T
+TEMPER_HOPELESS = {"classification": 2.0, "regression": 2.2, "uncounted": 4.0}  # none is tried
 TEMPER_DRAWS = 16  # most posterior draws of the predictions for it
 COVER_ROWS = (0.2, 20_000)  # share of all rows held out for the threshold, and most of them
 COVER_SHARE = 0.2  # of epsilon, for the threshold
@@ -153,7 +153,7 @@ class HeldOut:
 
     @property
     def _task(self) -> str:
-        return "regression" if self.regression else "classification"
+        return of_real(True, self.on_bad_rows) if self.regression else "classification"
 
     def _plan_on_training(self, n: int, epsilon: float | None, delta: float) -> Plan | None:
         """Return a plan that spends no more than needed; None where the noise would decide.

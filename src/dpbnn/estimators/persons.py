@@ -115,7 +115,7 @@ class Persons:
         if settings.method == "auto":
             known = METHODS["auto"]
         (settings.method if isinstance(settings.method, Method) else known.method()).check_units()
-        return dataclasses.replace(known, tempered=False)
+        return dataclasses.replace(known, tempered=False, bands=False)
 
     def planned(
         self, bounds: Plan | None, standard: Plan | None, training: Plan

@@ -110,10 +110,11 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
     def covering(self, predictive: Predictive) -> tuple[np.ndarray, np.ndarray]:
         """Return the intervals for given predictions; see `predict_interval`."""
         threshold = self._covering()
-        assert isinstance(predictive, NumberPredictive)
+        assert isinstance(predictive.plain, NumberPredictive)
         # The promise is for intervals around the mean as it was calibrated: of counts, clipped to
         # the likelihood's range, and before any other clipping.
-        mean, room = predictive.means.mean(0).double(), reach(threshold, predictive.std.double())
+        mean = predictive.plain.means.mean(0).double()
+        room = reach(threshold, predictive.std.double())
         counts = isinstance(predictive, CountPredictive)
         if counts:
             mean = mean.clamp(0.0, self.target_bounds_[1])
@@ -197,11 +198,8 @@ class PrivateBayesRegressor(RegressorMixin, PrivateBayes):
         centre, spread = self.target_standardisation_
         half = float(scaling.half) * spread
         middle = float(scaling.middle) + float(scaling.half) * centre
-        return RealPredictive(
-            predictive.means.double() * half + middle,
-            predictive.variances.double() * half**2,
-            bounds=None if self.target_bounds is None and self.schema_ is None else (low, high),
-        )
+        bounded = self.target_bounds is not None or self.schema_ is not None
+        return predictive.moved(half, middle, (low, high) if bounded else None)
 
     def _shifted(
         self, target: Target, centre: np.ndarray, spread: np.ndarray, noise: Likelihood

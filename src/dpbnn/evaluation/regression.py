@@ -239,8 +239,9 @@ def _spread(distance: Tensor, variance: Tensor) -> Tensor:
 
 def _per_output(t: Targeted, compute: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Floats:
     """Return compute(means, stds, targets) over all outputs, in float64 and in blocks."""
-    assert isinstance(t.predictive, RealPredictive)
-    means, variances = t.predictive.means.flatten(1), t.predictive.variances.flatten(1)
+    predictive = t.predictive.plain
+    assert isinstance(predictive, RealPredictive)
+    means, variances = predictive.means.flatten(1), predictive.variances.flatten(1)
     target = torch.as_tensor(t.y, device=means.device).flatten()
     size = max(1, _BLOCK // len(means))
     parts = [

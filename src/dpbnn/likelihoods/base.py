@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -17,6 +18,27 @@ class Likelihood(Protocol):
     def log_prob(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return log p(y_i | outputs_i), one number per example."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcomes:
+    """What targets may be, given a network's outputs at N public inputs.
+
+    Only outputs that are logits or means have scores and slopes; those of others are 0.
+
+    Attributes:
+        targets: Q of them for every input, [Q, N, ...].
+        chances: their probabilities, [Q, N].
+        scores: derivative of the negative log-probability by the outputs, [Q, N, K].
+        slopes: what `log_prob` hands to the network in its place, [Q, N, K].
+        variance: the largest variance that a logit or a mean can have before any data.
+    """
+
+    targets: Tensor
+    chances: Tensor
+    scores: Tensor
+    slopes: Tensor
+    variance: float
 
 
 class LikelihoodBase(ABC):
@@ -93,6 +115,14 @@ class LikelihoodBase(ABC):
     def identified(self, outputs: Tensor) -> Tensor:
         """Return outputs without what does not change the likelihood."""
         return outputs
+
+    def outcomes(self, outputs: Tensor) -> Outcomes | None:
+        """Return what targets may be at outputs [N, K] of a network; None where it is not known."""
+        return None
+
+    def locations(self, changes: Tensor) -> Tensor:
+        """Return changes of logits or means, as `predictive` has them, given those of outputs."""
+        return changes
 
 
 _CLASSES: dict[str, type[LikelihoodBase]] = {}

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpbnn.likelihoods.base import LikelihoodBase
+from dpbnn.likelihoods.base import LikelihoodBase, Outcomes
 from dpbnn.predictive import ClassPredictive, OrdinalPredictive, Predictive
 
 _SLOW = 0.3  # share of an output that moves a distance: noise in all of them adds up
+_UNKNOWN = 16.0  # variance of a logit of which nothing is known
 _GAP = 1e-6  # smallest distance of two cut points, so that no class has probability 0
 
 
@@ -91,6 +92,18 @@ class Categorical(LikelihoodBase, name="categorical"):
         """Return logits of mean 0."""
         return outputs - outputs.mean(-1, keepdim=True)
 
+    def outcomes(self, outputs: Tensor) -> Outcomes | None:
+        """Return every class with its probability; None for several labels per example."""
+        if outputs.dim() != 2:
+            return None
+        rows, classes = outputs.shape
+        weights = outputs.new_tensor(self.weights or [1.0] * classes)
+        chances = (outputs - weights.log()).softmax(-1)
+        labels = torch.eye(classes).to(outputs)[:, None]
+        slopes = weights[:, None, None] * (outputs.softmax(-1) - labels)
+        targets = torch.arange(classes, device=outputs.device)[:, None].expand(-1, rows)
+        return Outcomes(targets, chances.T, chances - labels, slopes, _UNKNOWN)
+
     def _check(self, classes: int) -> None:
         if self.weights is not None and len(self.weights) != classes:
             raise ValueError(
@@ -140,6 +153,24 @@ class Bernoulli(LikelihoodBase, name="bernoulli"):
         if outputs.dim() == 3 and outputs.shape[-1] == 1:
             outputs = outputs[..., 0]
         return ClassPredictive(torch.stack([F.logsigmoid(-outputs), F.logsigmoid(outputs)], -1))
+
+    def outcomes(self, outputs: Tensor) -> Outcomes | None:
+        """Return 0 and 1 with their probabilities; None for several targets."""
+        if outputs.shape[1:] != (1,):
+            return None
+        low, high = self.weights or (1.0, 1.0)
+        targets = outputs.new_tensor([0.0, 1.0])[:, None].expand(-1, len(outputs))
+        chance = (outputs[:, 0] - math.log(high / low)).sigmoid()
+        weights = outputs.new_tensor([low, high])[:, None]
+        return Outcomes(
+            targets, torch.stack([1 - chance, chance]), (chance - targets)[..., None],
+            (weights * (outputs[:, 0].sigmoid() - targets))[..., None], 2 * _UNKNOWN,
+        )  # fmt: skip
+
+    def locations(self, changes: Tensor) -> Tensor:
+        """Return changes of the logits of 0, which has none, and of 1."""
+        changes = changes[..., 0] if changes.dim() == 3 and changes.shape[-1] == 1 else changes
+        return torch.stack([torch.zeros_like(changes), changes], -1)
 
     def wrong(self, y: Tensor, outputs: Tensor) -> Tensor:
         """Return which targets are neither 0 nor 1."""

@@ -6,11 +6,15 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dpbnn.likelihoods.base import Likelihood, LikelihoodBase
+from dpbnn.likelihoods.base import Likelihood, LikelihoodBase, Outcomes
 from dpbnn.predictive import Predictive, PropagatedPredictive, RealPredictive
+
+_NODES = 9  # of the quadrature over targets
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,16 @@ class Gaussian(LikelihoodBase, name="gaussian"):
     def columns(self, outputs: int) -> int:
         """Return one column an output."""
         return outputs
+
+    def outcomes(self, outputs: Tensor) -> Outcomes | None:
+        """Return nodes of a quadrature about the mean; None where there is more than one."""
+        if outputs.shape[1:] != (1,) or self.noise_std is None:
+            return None
+        return _nodes(outputs, torch.full_like(outputs, self.noise_std**2))
+
+    def locations(self, changes: Tensor) -> Tensor:
+        """Return changes of means, without a last axis of 1."""
+        return changes.squeeze(-1) if changes.dim() == 3 else changes
 
     def with_learned_noise(self) -> Likelihood | None:
         """Return the likelihood of means and log-variances, where the noise is not known."""
@@ -109,6 +123,20 @@ class HeteroscedasticGaussian(LikelihoodBase, name="heteroscedastic"):
         """Return one column for each two outputs."""
         return outputs // 2
 
+    def outcomes(self, outputs: Tensor) -> Outcomes | None:
+        """Return nodes of a quadrature about the mean; None where there is more than one."""
+        if outputs.shape[1:] != (2,):
+            return None
+        mean, log_variance = self.split(outputs)
+        found = _nodes(mean, log_variance.exp())
+        both = (F.pad(part, (0, 1)) for part in (found.scores, found.slopes))
+        return dataclasses.replace(found, **dict(zip(("scores", "slopes"), both, strict=True)))
+
+    def locations(self, changes: Tensor) -> Tensor:
+        """Return changes of means, without a last axis of 1."""
+        found = changes.chunk(2, -1)[0]
+        return found[..., 0] if found.shape[-1] == 1 else found
+
 
 @dataclass(frozen=True)
 class LearnedNoiseGaussian(HeteroscedasticGaussian, name="gaussian, learned noise"):
@@ -144,3 +172,21 @@ class LearnedNoiseGaussian(HeteroscedasticGaussian, name="gaussian, learned nois
     def with_learned_noise(self) -> Likelihood:
         """Return itself: the noise is learned."""
         return self
+
+    def outcomes(self, outputs: Tensor) -> Outcomes | None:
+        """Return the same as at noise 1 for the slopes."""
+        found = super().outcomes(outputs)
+        if found is None:
+            return None
+        variance = self.split(outputs)[1].exp()
+        return dataclasses.replace(found, slopes=found.scores * variance)
+
+
+def _nodes(mean: Tensor, variance: Tensor) -> Outcomes:
+    """Return Gauss-Hermite nodes of N(mean, variance), [Q, N, 1]."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES)
+    z = mean.new_tensor(nodes)[:, None, None]
+    chances = mean.new_tensor(weights / weights.sum())[:, None].expand(-1, len(mean))
+    scores = -z / variance.sqrt()
+    total = float(mean.var(correction=0) + variance.mean())
+    return Outcomes(mean + variance.sqrt() * z, chances, scores, scores, total)

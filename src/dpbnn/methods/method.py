@@ -223,8 +223,8 @@ class Method(ABC):
             return ()
         return (
             f"the posterior of {type(self).__name__} leaves out the privacy noise and the clip, so "
-            f"bands are too narrow, most of all at a small epsilon; NoiseAware, which is for "
-            f"classes, includes both",
+            f"bands are too narrow, most of all at a small epsilon; the estimators' default "
+            f"method, SGD(inputs=...) and NoiseAware include both",
         )
 
     def settings(self) -> dict[str, Any]:

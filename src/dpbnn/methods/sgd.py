@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from dpbnn.methods import laplace
 from dpbnn.methods.descent import Descent, DescentProcess, DescentState
 from dpbnn.methods.method import Problem
 from dpbnn.methods.state import apart, together
-from dpbnn.posteriors import IteratePosterior, PointPosterior, Posterior
+from dpbnn.posteriors import IteratePosterior, LaplacePosterior, PointPosterior, Posterior
 from dpbnn.privacy.checks import check_count
+
+if TYPE_CHECKING:
+    from dpbnn.priors import Prior
+    from dpbnn.privacy.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,9 +32,15 @@ class SGD(Descent):
     Attributes:
         keep: how many iterates of the last half are kept, evenly spaced; the posterior has equal
             weight on each of them. 0 returns one point. They are held in memory.
+        inputs: function of a number that returns so many public inputs, distributed as the data
+            are believed to be. With it, and `keep`, the posterior says how far the function may be
+            from the truth: bands then include what the data leave open, the privacy noise and the
+            clip (`methods/laplace.py`). That is post-processing. It is for one target, classes or a
+            number, and networks whose weights are in Linear layers.
     """
 
     keep: int = 0
+    inputs: Callable[[int], Tensor] | None = None
 
     name = "sgd"
 
@@ -41,9 +52,17 @@ class SGD(Descent):
                 f"keep={self.keep}, average={self.average!r}: iterates are kept or averaged, not "
                 f"both; leave one of them out"
             )
+        if self.inputs is not None and not self.keep:
+            raise ValueError("inputs: bands need iterates; pass keep=25 too")
+
+    def caveats(self, plan: Plan, prior: Prior) -> tuple[str, ...]:
+        """Return nothing where bands know the noise."""
+        return () if self.inputs is not None else super().caveats(plan, prior)
 
     def start(self, problem: Problem) -> SGDProcess:
         """Return the process that trains on a problem."""
+        if self.inputs is not None:
+            laplace.check(problem, self.inputs)
         kind = PathProcess if self.keep else SGDProcess
         return kind(self, problem, problem.attach())
 
@@ -108,8 +127,13 @@ class PathProcess(SGDProcess):
         if not count:
             return super().posterior(state, **record)
         draws = {name: kept[:count] for name, kept in state.kept.items()}
-        model = self.problem.rebuilt(state.parameters)
-        return IteratePosterior.of_draws(model, self.problem.likelihood, draws, **record)
+        inputs, likelihood = self.settings.inputs, self.problem.likelihood
+        if inputs is None:
+            model = self.problem.rebuilt(state.parameters)
+            return IteratePosterior.of_draws(model, likelihood, draws, **record)
+        model = self.problem.rebuilt({name: kept.mean(0) for name, kept in draws.items()})
+        away = laplace.deviations(model, self.problem, self.settings.clip, inputs)
+        return LaplacePosterior.of_draws(model, likelihood, draws, deviations=away, **record)
 
     def _stored(self, steps: int) -> int:
         """Return how many iterates have been kept after so many steps."""

@@ -5,6 +5,7 @@ from dpbnn.posteriors.dropout import DropoutPosterior
 from dpbnn.posteriors.folder import load
 from dpbnn.posteriors.iterate_file import IterateStore, IterateWriter
 from dpbnn.posteriors.iterates import IteratePosterior
+from dpbnn.posteriors.laplace import LaplacePosterior
 from dpbnn.posteriors.low_rank import LowRankPosterior
 from dpbnn.posteriors.mean_field import MeanFieldPosterior
 from dpbnn.posteriors.mixture_means import MixturePosterior
@@ -18,6 +19,7 @@ __all__ = [
     "IteratePosterior",
     "IterateStore",
     "IterateWriter",
+    "LaplacePosterior",
     "LowRankPosterior",
     "MeanFieldPosterior",
     "MixturePosterior",

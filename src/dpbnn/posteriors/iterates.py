@@ -114,7 +114,7 @@ class IteratePosterior(Posterior):
         for i in range(count):
             for name, value in self.iterates.read([i]).items():
                 variance[name] += (value[0].double() - mean[name]).square() / (count - 1)
-        rows = [self.iterates.read([i]) for i in _spread(count, rank)]
+        rows = [self.iterates.read([i]) for i in evenly(count, rank)]
         like = dict(self.model.named_parameters())
         summary = LowRankPosterior(
             self.model,
@@ -135,7 +135,7 @@ class IteratePosterior(Posterior):
     def _draws(
         self, samples: int, generator: torch.Generator, inputs: Inputs
     ) -> tuple[nn.Module, Draws]:
-        positions = _spread(len(self.iterates), min(samples, len(self.iterates)))
+        positions = evenly(len(self.iterates), min(samples, len(self.iterates)))
         taken = 0
 
         def take(count: int) -> dict[str, Tensor]:
@@ -169,6 +169,6 @@ class IteratePosterior(Posterior):
         return True
 
 
-def _spread(count: int, number: int) -> list[int]:
+def evenly(count: int, number: int) -> list[int]:
     """Return `number` evenly spaced positions of 0..count-1, the last one included."""
     return [(i + 1) * count // number - 1 for i in range(number)]

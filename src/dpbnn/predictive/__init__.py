@@ -7,12 +7,22 @@ from dpbnn.predictive.base import Predictive
 from dpbnn.predictive.classes import ClassPredictive, OrdinalPredictive
 from dpbnn.predictive.counts import CountPredictive
 from dpbnn.predictive.reals import PropagatedPredictive, RealPredictive
+from dpbnn.predictive.widened import (
+    Deviations,
+    WidenedClassPredictive,
+    WidenedRealPredictive,
+    widened,
+)
 
 __all__ = [
     "ClassPredictive",
     "CountPredictive",
+    "Deviations",
     "OrdinalPredictive",
     "Predictive",
     "PropagatedPredictive",
     "RealPredictive",
+    "WidenedClassPredictive",
+    "WidenedRealPredictive",
+    "widened",
 ]

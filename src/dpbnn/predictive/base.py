@@ -72,6 +72,11 @@ class Predictive(ABC):
         """Square root of the variance."""
         return self.variance.sqrt()
 
+    @property
+    def plain(self) -> Predictive:
+        """The prediction without the draws that widen it; see `WidenedClassPredictive`."""
+        return self
+
     def __len__(self) -> int:
         return self.mean.shape[0]
 

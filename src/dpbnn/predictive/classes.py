@@ -19,6 +19,8 @@ from dpbnn.predictive.base import (
     pick,
 )
 
+LOWEST = -1e4  # log-probability that stands for that of probability 0
+
 
 class ClassPredictive(Predictive):
     """A mixture of categorical distributions.
@@ -156,6 +158,15 @@ class ClassPredictive(Predictive):
         """Return the prediction of some inputs, by their positions."""
         index = torch.as_tensor(rows, device=self.log_probabilities.device)
         return type(self)(self.log_probabilities[:, index])
+
+    def tempered(self, temperature: float) -> Self:
+        """Return the prediction with log p_s <- log softmax(log p_s / T) for every sample."""
+        scaled = self.log_probabilities.clamp(min=LOWEST) / temperature
+        return self.from_logits(scaled)
+
+    def reordered(self, order: Any) -> Self:
+        """Return the prediction with its classes in another order, by their positions."""
+        return type(self)(self.log_probabilities[..., order])
 
     def target(self, position: int) -> Self:
         """Return the prediction of one of several targets by itself."""

@@ -106,6 +106,21 @@ class RealPredictive(NumberPredictive):
         """Return the prediction of one of several targets by itself."""
         return RealPredictive(self.means[..., position], self.variances[..., position], self.bounds)
 
+    def tempered(self, temperature: float) -> RealPredictive:
+        """Return the prediction with m_s <- m + sqrt(T) (m_s - m) and v_s <- T v_s.
+
+        m is the predictive mean, so that the variance becomes T times what it was.
+        """
+        spread = (self.means - self.mean) * math.sqrt(temperature)
+        return RealPredictive(self.mean + spread, self.variances * temperature)
+
+    def moved(
+        self, scale: float, shift: float, bounds: tuple[float, float] | None
+    ) -> RealPredictive:
+        """Return the prediction of scale y + shift, in double precision, with its bounds."""
+        means, variances = self.means.double(), self.variances.double()
+        return RealPredictive(means * scale + shift, variances * scale**2, bounds)
+
     def _per_output(self, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Return compute(means, stds) [S, n] -> [n] over all outputs, in float64 and in blocks."""
         means = self.means.flatten(1)

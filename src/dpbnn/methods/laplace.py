@@ -1,0 +1,331 @@
+"""How far the truth may be from a trained network: Laplace's approximation with noise and clip.
+
+Everything here is post-processing: it sees released weights, public inputs and settings, no data.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpbnn.contributions.attach import attach
+from dpbnn.contributions.dense import UnsupportedModel
+from dpbnn.likelihoods import full
+from dpbnn.likelihoods.base import Outcomes
+from dpbnn.methods.method import Problem, name_of
+from dpbnn.networks.sharded import Sharding
+from dpbnn.networks.standard import LearnedNoise
+from dpbnn.priors import Gaussian
+from dpbnn.privacy.checks import first_line
+
+LARGEST = 250_000  # weights, of which there are as many draws
+DRAWS = 100
+_POINTS = 512  # public inputs
+_PASSES = 8192  # public inputs times outcomes, at most
+_DENSE = 1024  # inputs of a layer from which they are taken for uncorrelated
+_BELIEF = 5.0  # directions that the first prior variance counts for
+_ROUNDS = 5  # of learning it
+_WIDER = 1.6  # standard deviations are this times as large; chosen by coverage
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What a Linear layer knows of public inputs.
+
+    Attributes:
+        name: of the layer.
+        inputs: of the layer, [N, in], with a last column of 1 where it has a bias.
+        reach: derivative of the network's outputs by the layer's, [N, K, out].
+    """
+
+    name: str
+    inputs: Tensor
+    reach: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Directions:
+    """The weights of a layer in directions about which the releases tell by themselves.
+
+    Attributes:
+        name: of the layer.
+        down: basis of its outputs, [out, out].
+        across: basis of its inputs, [in, in].
+        told: precision that the releases give a direction, [out, in].
+        moved: how far training has moved it, [out, in].
+    """
+
+    name: str
+    down: Tensor
+    across: Tensor
+    told: Tensor
+    moved: Tensor
+
+
+def check(problem: Problem, inputs: Callable[[int], Tensor]) -> None:
+    """Raise where `deviations` would, before anything is spent.
+
+    Args:
+        problem: of the training.
+        inputs: see `SGD`.
+    """
+    model = problem.origin
+    if isinstance(problem.parts, Sharding):
+        raise UnsupportedModel("inputs: a sharded network has no bands; leave inputs out")
+    layers = [m for m in model.modules() if type(m) is nn.Linear or isinstance(m, LearnedNoise)]
+    known = {id(p) for layer in layers for p in layer.parameters()}
+    moved = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    other = [name for name, p in moved.items() if id(p) not in known]
+    size = sum(p.numel() for p in moved.values())
+    if other or size > LARGEST:
+        why = f"{other[0]!r} is in another one" if other else f"these have {size} weights"
+        raise UnsupportedModel(
+            f"inputs: bands are for networks of Linear layers with {LARGEST} weights at most, and "
+            f"{why}; leave inputs out"
+        )
+    network = copy.deepcopy(model).double().cpu().eval()
+    x, outcomes = _outcomes(network, problem, inputs)
+    _layers(network, x[:2], torch.arange(outcomes.scores.shape[-1]))
+
+
+def deviations(
+    model: nn.Module, problem: Problem, clip: float, inputs: Callable[[int], Tensor]
+) -> dict[str, Tensor]:
+    """Return draws of how far the weights of the truth may be from a network's, by name.
+
+    With J the outputs' derivatives by the weights and y a target that the network says is likely at
+    x, a training's average release at other weights w + d has
+
+        mean        H d,       H = n E[c (J' r)(J' s)'],  c the clip's factor
+        covariance  V + s^2 I, V = n E[c^2 (J' r)(J' r)'], s^2 that of the privacy noise
+
+    where s is the score and r the slope that `log_prob` hands on. So
+
+        d ~ N(0, P^-1),    P = H (V + s^2 I)^-1 H + I / t^2,
+
+    layer by layer, with H and V as Kronecker products. The prior variance t^2 of a weight begins at
+    t_0^2, where the function varies as much as a likelihood says it can. It goes to the mean square
+    of what training has moved, as far as releases tell of that (MacKay's evidence),
+
+        t^2 = (5 t_0^2 + sum_i r_i m_i^2) / (5 + sum_i r_i),   r_i = p_i t^2 / (1 + p_i t^2)
+
+    with m_i the move and p_i the precision by the releases in a direction i. It is never above that
+    of the user's prior. What all this leaves out, that training has not reached the mode and that
+    the network is not linear, makes standard deviations too small. They are multiplied by 1.6,
+    which was chosen by the coverage of bands on simulated tables.
+
+    Reference: Ritter, Botev and Barber, A scalable Laplace approximation for neural networks, 2018;
+    Immer, Korzepa and Bauer, Improving predictions of Bayesian neural nets via local linearization,
+    2021; MacKay, Bayesian interpolation, 1992; Bernstein and Sheldon, Differentially private
+    Bayesian linear regression, 2019 (noise in the likelihood).
+
+    Args:
+        model: the network at the released weights.
+        problem: of the training.
+        clip: of the training.
+        inputs: see `SGD`.
+    """
+    network = copy.deepcopy(model).double().cpu().eval()
+    x, outcomes = _outcomes(network, problem, inputs)
+    columns = (outcomes.scores != 0).flatten(0, 1).any(0).nonzero()[:, 0]
+    scores, slopes = outcomes.scores[..., columns], outcomes.slopes[..., columns]
+    factors = _clip_factors(network, problem, x, outcomes, clip)
+    kept = outcomes.chances * factors
+    slope = torch.einsum("qn,qna,qnb->nab", kept, slopes, scores)
+    spread = torch.einsum("qn,qna,qnb->nab", kept * factors, slopes, slopes)
+    layers = _layers(network, x, columns)
+    noise = _noise(problem, clip)
+    found = [_directions(layer, network, problem, slope, spread, noise) for layer in layers]
+    precision = 1 / _prior_variance(found, outcomes.variance / _unit_variance(layers, problem))
+    if problem.private and isinstance(problem.prior, Gaussian):  # else data may have chosen it
+        precision = max(precision, problem.prior.std**-2)
+    generator = torch.Generator().manual_seed(0)
+    drawn: dict[str, Tensor] = {}
+    for part in found:
+        shape = (DRAWS // 2, *part.told.shape)
+        normal = torch.randn(shape, generator=generator, dtype=torch.float64)
+        half = _WIDER * (part.down @ (normal / (part.told + precision).sqrt()) @ part.across.mT)
+        both = torch.cat([half, -half]).float()  # so that their mean is 0
+        drawn |= _split(network.get_submodule(part.name), part.name, both)
+    return drawn
+
+
+def _directions(
+    layer: Layer,
+    network: nn.Module,
+    problem: Problem,
+    slope: Tensor,
+    spread: Tensor,
+    noise: float,
+) -> Directions:
+    """Return what the releases tell about a layer.
+
+    Args:
+        layer: as public inputs see it.
+        network: at the released weights.
+        problem: of the training.
+        slope: E[c r s'] at every public input, [N, K, K].
+        spread: E[c^2 r r'], likewise.
+        noise: variance of the privacy noise.
+    """
+    outer, lost = (
+        torch.einsum("nka,nkl,nlb->ab", layer.reach, part, layer.reach) / len(slope)
+        for part in (slope, spread)
+    )
+    strong, down = torch.linalg.eigh((outer + outer.mT) / 2)
+    values, across = _eigen(layer.inputs)
+    curvature = problem.n * strong.clamp(min=0)[:, None] * values
+    ratio = (1 + _subsampling(problem)) * float(lost.trace()) / max(float(outer.trace()), 1e-300)
+    moved = _joined(network, layer.name) - _joined(problem.origin, layer.name)
+    return Directions(
+        layer.name, down, across,
+        told=curvature.square() / (ratio * curvature + noise + 1e-300),
+        moved=down.mT @ moved @ across,
+    )  # fmt: skip
+
+
+def _prior_variance(found: list[Directions], first: float) -> float:
+    """Return t^2 of `deviations`, from its first value."""
+    variance = first
+    for _ in range(_ROUNDS):
+        learned, weight = _BELIEF * first, _BELIEF
+        for part in found:
+            share = part.told * variance / (1 + part.told * variance)
+            learned += float((share * part.moved.square()).sum())
+            weight += float(share.sum())
+        variance = learned / weight
+    return variance
+
+
+def _joined(network: nn.Module, name: str) -> Tensor:
+    """Return weight and bias of a Linear layer side by side, [out, in]."""
+    layer: Any = network.get_submodule(name)
+    parts = [layer.weight] if layer.bias is None else [layer.weight, layer.bias[:, None]]
+    return torch.cat(parts, 1).detach().double().cpu()
+
+
+def _split(layer: nn.Module, name: str, joined: Tensor) -> dict[str, Tensor]:
+    """Return weight and bias by name, from both side by side [..., out, in]."""
+    parts = joined.split([layer.in_features, joined.shape[-1] - layer.in_features], -1)  # type: ignore[arg-type, operator]
+    found = {f"{name}.weight".strip("."): parts[0].contiguous()}
+    if layer.bias is not None:
+        found[f"{name}.bias".strip(".")] = parts[1][..., 0].contiguous()
+    return found
+
+
+def _outcomes(
+    network: nn.Module, problem: Problem, inputs: Callable[[int], Tensor]
+) -> tuple[Tensor, Outcomes]:
+    """Return public inputs, and what targets may be there."""
+    likelihood = full(problem.likelihood)
+    with torch.no_grad():
+        try:
+            few = inputs(2).double()
+            outputs = network(few)
+        except Exception as error:
+            raise ValueError(
+                f"inputs={name_of(inputs)}: must be a function of a number that returns so many "
+                f"inputs of the network as a tensor ({first_line(error)})"
+            ) from None
+        found = likelihood.outcomes(outputs)
+        if found is None:
+            raise UnsupportedModel(
+                f"inputs: bands are for one target, classes or a number, and "
+                f"{type(problem.likelihood).__name__} has none with these outputs; leave inputs out"
+            )
+        count = max(64, min(_POINTS, _PASSES // len(found.chances)))
+        x = inputs(count).double()
+        found = likelihood.outcomes(network(x))
+    assert found is not None
+    return x, found
+
+
+def _clip_factors(
+    network: nn.Module, problem: Problem, x: Tensor, outcomes: Outcomes, clip: float
+) -> Tensor:
+    """Return min(1, clip / norm) of an example's gradient for every outcome, [Q, N]."""
+    if not problem.private:
+        return torch.ones_like(outcomes.chances)
+    attached = attach(network, copy.deepcopy(problem.likelihood))
+    repeated = x.repeat(len(outcomes.targets), *[1] * (x.dim() - 1))
+    norms = attached(repeated, outcomes.targets.flatten(0, 1)).norms()
+    return (clip / norms.double().clamp(min=1e-300)).clamp(max=1).view_as(outcomes.chances)
+
+
+def _layers(network: nn.Module, x: Tensor, columns: Tensor) -> list[Layer]:
+    """Return the Linear layers in their order, as public inputs see them."""
+    inputs: dict[str, Tensor] = {}
+    added: dict[str, Tensor] = {}
+
+    def watch(name: str, module: nn.Linear) -> Callable[..., Tensor]:
+        def hook(_: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+            a = args[0].detach()
+            if a.dim() != 2 or name in inputs:
+                raise UnsupportedModel(
+                    f"inputs: bands need layers that see each example once, and {name!r} sees "
+                    f"several positions; leave inputs out"
+                )
+            ones = a.new_ones(len(a), 1 if module.bias is not None else 0)
+            inputs[name] = torch.cat([a, ones], 1)
+            added[name] = torch.zeros_like(output, requires_grad=True)
+            return output + added[name]
+
+        return hook
+
+    linear = {name: m for name, m in network.named_modules() if type(m) is nn.Linear}
+    hooks = [m.register_forward_hook(watch(name, m)) for name, m in linear.items()]
+    outputs = network(x)
+    for hook in hooks:
+        hook.remove()
+    names = [name for name in added if linear[name].weight.requires_grad]
+    reach = [
+        torch.autograd.grad(
+            outputs[:, k].sum(),
+            [added[n] for n in names],
+            retain_graph=True,
+            materialize_grads=True,
+        )
+        for k in columns.tolist()
+    ]
+    return [
+        Layer(name, inputs[name], torch.stack([row[i] for row in reach], 1))
+        for i, name in enumerate(names)
+    ]
+
+
+def _unit_variance(layers: list[Layer], problem: Problem) -> float:
+    """Return the variance of a logit or a mean where all weights have variance 1."""
+    total = 0.0
+    for layer in layers:
+        reach = full(problem.likelihood).identified(layer.reach.movedim(1, -1))
+        size = layer.inputs.square().sum(1) * reach.square().sum((1, 2))
+        total += float(size.mean()) / max(1, reach.shape[-1] - 1)
+    return total
+
+
+def _noise(problem: Problem, clip: float) -> float:
+    """Return the variance of the privacy noise in the average of all releases, over n records."""
+    if not problem.private:
+        return 0.0
+    precision = sum(1 / sigma**2 for sigma in problem.sigmas)
+    return (problem.n * clip / problem.batch_size) ** 2 / precision
+
+
+def _subsampling(problem: Problem) -> float:
+    """Return what the drawing of batches adds to the variance of the sample, relative to it."""
+    rate = min(1.0, problem.batch_size / problem.n)
+    return (1 - rate) * problem.n / (problem.batch_size * problem.steps)
+
+
+def _eigen(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues and eigenvectors of E[a a']."""
+    width = inputs.shape[1]
+    if width > _DENSE:
+        return inputs.square().mean(0), torch.eye(width, dtype=inputs.dtype)
+    values, vectors = torch.linalg.eigh(inputs.mT @ inputs / len(inputs))
+    return values.clamp(min=0), vectors
