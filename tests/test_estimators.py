@@ -1,10 +1,12 @@
 """The estimators: scikit-learn's contract, and privacy that nobody can lose by accident."""
 
 import copy
+import functools
 import json
 import logging
 import pickle
 import secrets
+import types
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from dpbnn import PrivateBayesClassifier, PrivateBayesRegressor
 from dpbnn.estimators import fitting
 from dpbnn.estimators.open_prior import chosen_prior
 from dpbnn.estimators.scaling import Scaling, parsed_bounds
+from dpbnn.privacy.plan import open_plan
 
 pytestmark = pytest.mark.long
 
@@ -777,6 +780,37 @@ def test_without_privacy_held_out_rows_choose_how_strong_the_prior_is(monkeypatc
     assert not called
     PrivateBayesRegressor(epsilon=None, **common).fit(x[:400], y[:400])
     assert called
+
+
+@pytest.mark.parametrize(
+    ("first", "most_likely", "tried", "chosen"),
+    [
+        (0.3, 0.6, [0.3, 0.6], 0.6),  # 1.2 is not tried
+        (0.3, 0.3, [0.3, 0.6, 0.15], 0.3),
+        (0.3, 0.075, [0.3, 0.6, 0.15, 0.075, 0.0375], 0.075),
+        (0.3, 0.0, [0.3, 0.6, 0.15, 0.075, 0.0375, 0.01875], 0.01875),
+        (1.0, 9.0, [1.0, 0.5], 1.0),
+    ],
+)
+def test_the_prior_is_doubled_up_to_1_or_halved_as_long_as_it_helps(
+    first, most_likely, tried, chosen
+):
+    rng = torch.Generator().manual_seed(0)
+    data = torch.randn(100, 2, generator=rng), torch.randn(100, 1, generator=rng)
+    plan = open_plan(n=100, sampling="full-batch", steps=2)
+    stds = []
+
+    def train(*, prior, **_):
+        stds.append(prior.std)
+        posterior = types.SimpleNamespace()
+        log_prob = torch.full((20,), -abs(np.log2((prior.std + 1e-9) / (most_likely + 1e-9))))
+        posterior.predict = lambda x: types.SimpleNamespace(log_prob=lambda y: log_prob)
+        return posterior
+
+    network = functools.partial(dpbnn.mlp, 2, (32,), 1)
+    prior = chosen_prior(train, data, torch.ones(100).bool(), network, plan, dpbnn.Gaussian(first))
+    assert stds == pytest.approx(tried)
+    assert prior.std == pytest.approx(chosen)
 
 
 def test_a_private_plan_may_not_have_its_prior_chosen():

@@ -17,7 +17,8 @@ __all__ = ["chosen_prior", "plenty"]
 FEWEST = 50  # rows that some can be held out of
 ENOUGH = 8  # rows per weight from which no prior is needed
 _HELD = 0.2  # share of the rows
-_HALVINGS = 4  # of the prior's standard deviation, at most
+_WIDEST = 1.0  # standard deviation up to which it is doubled
+_HALVINGS = 4  # of it, at most
 
 
 def chosen_prior(
@@ -30,7 +31,8 @@ def chosen_prior(
 ) -> Gaussian:
     """Return the prior under which rows that are held out are most probable.
 
-    Its standard deviation is halved until they become less so. All rows can then be trained on.
+    Its standard deviation is doubled up to 1 at most, or, where that makes them less so, halved as
+    long as it helps. All rows can then be trained on.
 
     **Guarantee.** None: it looks at the data, and it refuses a private plan.
 
@@ -56,16 +58,24 @@ def chosen_prior(
         n=len(rest), batch_size=size, steps=plan.steps,
         sampling="full-batch" if size == len(rest) else plan.sampling,
     )  # fmt: skip
-    best, most = first, -torch.inf
-    prior = first
-    for _ in range(_HALVINGS + 1):
+
+    def likely(std: float) -> float:
+        prior = Gaussian(std)
         posterior = train(data=(x[rest], y[rest]), prior=prior, plan=shorter, progress=False)
-        likely = float(posterior.predict(x[held]).log_prob(y[held]).mean())
-        if not likely > most:
+        return float(posterior.predict(x[held]).log_prob(y[held]).mean())
+
+    best, most = first.std, likely(first.std)
+    wider = [first.std * 2] if first.std * 2 <= _WIDEST else []
+    narrower = [first.std / 2**halvings for halvings in range(1, _HALVINGS + 1)]
+    for stds in (wider, narrower):
+        for std in stds:
+            found = likely(std)
+            if not found > most:
+                break
+            best, most = std, found
+        if best != first.std:
             break
-        best, most = prior, likely
-        prior = Gaussian(prior.std / 2)
-    return best
+    return Gaussian(best)
 
 
 def plenty(rows: int, network: torch.nn.Module) -> bool:

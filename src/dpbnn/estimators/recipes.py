@@ -18,7 +18,8 @@ regressor's scale is tried was settled after two fits of small-numbers there, an
 the questions by the cases of benchmarks/recalibration.py. The steep units were chosen on ten
 further generated tables of numbers (5000 to 30 000 rows) at epsilon 1 and 3: 21 settings in about
 300 simulated trainings, after which power was run; the priors without privacy on nine of numbers
-and three of classes: seven in 90. Another start of a small regressor's noise, chosen on four of
+and three of classes: seven in 90, and that they may be doubled once on 18 of classes (500 to 2000
+rows, 3 to 8 columns), in about 200. Another start of a small regressor's noise, chosen on four of
 numbers in 80, was given up after four fits of diabetes. The steps of a classifier on many columns,
 and how records are weighted in the question that has less noise, were chosen on 17 further
 generated tables of classes (400 to 20 000 rows, 6 to 93 columns) at epsilon 0.1 to 3: 14 settings

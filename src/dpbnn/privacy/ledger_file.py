@@ -26,7 +26,6 @@ from typing import Any
 
 from dpbnn.privacy.locks import lock, sync_folder, unlock
 
-
 _PAGE = 4096  # bytes of a file that are written together, or a part of such
 _LONGEST = 1024  # bytes of a usual line, at most
 
