@@ -156,13 +156,19 @@ def test_without_privacy_plenty_of_rows_mend_the_scale_of_a_regressor_and_few_do
     assert abs(((low <= y) & (y <= high)).mean() - 0.9) < 0.05
 
 
-@pytest.mark.parametrize(("regression", "most"), [(False, 0.2), (True, 0.1)])
-def test_a_temperature_from_training_rows_costs_its_share_of_the_budget_at_most(regression, most):
+@pytest.mark.parametrize(
+    ("regression", "rows", "most"),
+    [(False, 3000, 0.2), (True, 3000, 0.1), (True, 500, 0.185), (True, 200, 0.4)],
+)
+def test_a_temperature_from_training_rows_costs_its_share_of_the_budget_at_most(
+    regression, rows, most
+):
+    """A regressor's is larger for few rows: 0.9 times the error that all of the budget leaves."""
     held = HeldOut("training", None, regression)
     whole = dpbnn.plan(epsilon=0.1, delta=1e-5, n=10, steps=1, sampling="full-batch")
-    plan, _ = held.plans(held.parts(3000), 0.1, 1e-5)
+    plan, _ = held.plans(held.parts(rows), 0.1, 1e-5)
     share = 5 * (whole.noise_multiplier / plan.noise_multiplier) ** 2
-    assert share == pytest.approx(most, rel=1e-3)
+    assert share == pytest.approx(most, rel=5e-3)
 
 
 def test_of_many_rows_ten_thousand_decide_and_their_numbers_pick_them():

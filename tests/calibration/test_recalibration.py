@@ -48,7 +48,12 @@ def test_a_record_contributes_the_derivative_of_its_log_loss(t, influence):
 @pytest.mark.parametrize("shape", [(6, 200), (6, 200, 2)])
 @pytest.mark.parametrize(
     ("asked", "level", "beyond"),
-    [("regression", 0.9, -0.5), ("uncounted", 0.9, -0.9), ("half", 0.5, -0.5)],
+    [
+        ("regression", 0.9, -0.5),
+        ("uncounted", 0.9, -0.9),
+        ("most", 0.75, -0.5),
+        ("half", 0.5, -0.5),
+    ],
 )
 def test_a_real_record_contributes_whether_its_interval_holds_it(t, shape, asked, level, beyond):
     predictive = RealPredictive(normal(*shape), normal(*shape).square() + 0.1)
@@ -75,7 +80,7 @@ def test_a_coarse_record_contributes_whether_its_most_probable_class_is_right(t)
 
 @pytest.mark.parametrize(
     ("task", "coarse", "most"),
-    [("classification", "top class", 0.1), ("regression", "half", 0.5), ("uncounted", "half", 0.3)],
+    [("classification", "top class", 0.1), ("regression", "most", 0.2), ("uncounted", "half", 0.3)],
 )
 def test_records_are_asked_less_where_the_noise_of_the_plan_is_large(task, coarse, most):
     def plans(n, *epsilons):

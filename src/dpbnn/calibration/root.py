@@ -10,11 +10,11 @@ from torch import Tensor
 
 __all__ = ["LEVELS", "Crossing"]
 
-LEVELS = {"regression": 0.9, "uncounted": 0.9, "half": 0.5}  # of the intervals of real targets
+LEVELS = {"regression": 0.9, "uncounted": 0.9, "most": 0.75, "half": 0.5}  # of real intervals
 _STEEPNESS = {"classification": (0.05, 1.2), "top class": (0.07, 0.9)}  # from, to
 _REAL = (0.4, 1.2)  # likewise of real targets
 _SPAN = (math.log(10), math.log(100))  # of log T, for classes and for real targets
-_PRIOR = (1.0, 1.2)  # standard deviation of log T, likewise
+_PRIOR = (1.0, 1.8)  # standard deviation of log T, likewise
 _POINTS = 161
 _SPREAD = 0.5  # by which the shapes below are off, relative to their values
 

@@ -25,12 +25,13 @@ __all__ = ["RecalibratedPosterior", "recalibrate", "tempered"]
 STEPS = 5
 CLIP = {
     "classification": 3.0, "top class": 1 + 1e-3,  # no count is to be clipped
-    "regression": 0.5 * (1 + 1e-3), "uncounted": 0.9 * (1 + 1e-3), "half": 0.5 * (1 + 1e-3),
+    "regression": 0.5 * (1 + 1e-3), "uncounted": 0.9 * (1 + 1e-3),
+    "most": 0.5 * (1 + 1e-3), "half": 0.5 * (1 + 1e-3),
 }  # fmt: skip
-_CENTRE = {"regression": 0.4}  # mean of the contributions at the crossing, where it is not 0
+_CENTRE = {"regression": 0.4, "most": 0.25}  # mean of the contributions at the crossing, if not 0
 _RISE = {"classification": 0.2, "regression": 0.15, "uncounted": 0.15}  # usual d mean / d log T
 _COARSE = {
-    "classification": ("top class", 0.1), "regression": ("half", 0.5), "uncounted": ("half", 0.3),
+    "classification": ("top class", 0.1), "regression": ("most", 0.2), "uncounted": ("half", 0.3),
 }  # what is asked in their place, and from what error on  # fmt: skip
 _VARIED = 4.0  # or that error times sqrt(n), since coarse answers vary more from record to record
 
@@ -100,7 +101,8 @@ def recalibrate(
     Where the noise of that would be large, which public numbers tell, a question of less
     sensitivity takes its place: is the most probable class right as often as it says (with p its
     probability, a record contributes 1 - p if it is and -p if not, over the larger of p and 1 - p),
-    and do 50 % intervals hold half of the records (0.5 and -0.5).
+    do 75 % intervals hold three quarters of the records (0.5 and -0.5, a sum of 0.25 n) or, where n
+    is not public, do 50 % intervals hold half of them (0.5 and -0.5).
 
     Five noised sums are released, each at the posterior mean of log T given those before; the
     posterior knows the noise (see `Crossing`), and where the noise is large the temperature stays

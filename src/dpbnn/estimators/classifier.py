@@ -66,7 +66,7 @@ class PrivateBayesClassifier(ClassifierMixin, PrivateBayes):
         learning_rate: of the method; see `dpbnn.estimators.recipes` for the defaults.
         samples: posterior samples in a prediction.
         recalibrate: how a temperature of the predictions is found. "training": on rows of the
-            training, for at most a tenth of the budget (of mu^2), and not at all without privacy or
+            training, for at most a fifth of the budget (of mu^2), and not at all without privacy or
             where noise would decide it. A share of epsilon, such as 0.1: on a fifth of the rows,
             which are held out of the training. None: there is none.
         conformal: share of misses, such as 0.1, allowed to prediction sets; they cost a fifth of

@@ -23,7 +23,9 @@ __all__ = ["BETA", "COVER_SHARE", "HeldOut", "Parts"]
 
 TRAINING = "training"
 TEMPER_ROWS = (0.2, 10_000)  # share of all rows held out for the temperature, and most rows for it
-TEMPER_SHARE = {"classification": 0.2, "regression": 0.1, "uncounted": 0.1}  # of mu^2, at most
+TEMPER_SHARE = {"classification": (0.2, 0.2), "regression": (0.1, 0.4), "uncounted": (0.1, 0.4)}
+"""Most of mu^2 that a temperature of training rows costs: with a large and with a small budget."""
+TEMPER_RISE = 0.9  # of that share, by the error that all of mu^2 would leave
 TEMPER_ENOUGH = {"classification": 0.07, "regression": 0.04, "uncounted": 0.04}  # error of log T
 TEMPER_HOPELESS = {"classification": 2.0, "regression": 2.2, "uncounted": 4.0}  # none is tried
 TEMPER_DRAWS = 16  # most posterior draws of the predictions for it
@@ -164,8 +166,10 @@ class HeldOut:
         if epsilon is None:
             return None
         one = _budget(n, epsilon, delta)
-        enough, share = TEMPER_ENOUGH[self._task], TEMPER_SHARE[self._task]
-        more = max(1 / math.sqrt(share), enough / error(self._task, one))
+        least, most = TEMPER_SHARE[self._task]
+        best = error(self._task, one)
+        share = min(most, max(least, TEMPER_RISE * best))
+        more = max(1 / math.sqrt(share), TEMPER_ENOUGH[self._task] / best)
         sigma = one.noise_multiplier * more
         found = budget.solved_plan(
             noise_multiplier=sigma * math.sqrt(STEPS), delta=delta, n=n, steps=STEPS,
