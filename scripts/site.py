@@ -27,7 +27,8 @@ ORDER = (
     "README", "docs/getting-started", "docs/choosing-a-method", "docs/guide", "docs/tables",
     "docs/report", "docs/evaluation", "docs/methods", "docs/privacy", "docs/scaling",
     "docs/bayesian", "docs/reproduction", "docs/pitfalls", "docs/architecture",
-    "benchmarks/README", "benchmarks/table-means", "SECURITY", "CONTRIBUTING", "CHANGELOG",
+    "benchmarks/README", "benchmarks/table-means", "benchmarks/tuning", "SECURITY",
+    "CONTRIBUTING", "CHANGELOG",
 )  # fmt: skip
 _FIRST = re.compile(r"<h1[^>]*>(.*?)</h1>")
 PAGE = """<!doctype html>

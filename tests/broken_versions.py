@@ -38,7 +38,7 @@ from dpbnn import (
     training,
     units,
 )
-from dpbnn.calibration import release
+from dpbnn.calibration import release, selection
 from dpbnn.captured import CapturedStep
 from dpbnn.contributions import (
     Contributions,
@@ -59,7 +59,7 @@ from dpbnn.data import table as tables
 from dpbnn.estimators import classifier, fitting, scaling, workspace
 from dpbnn.likelihoods import Categorical
 from dpbnn.methods.descent import Descent
-from dpbnn.methods.method import Problem
+from dpbnn.methods.method import Method, Problem
 from dpbnn.methods.sep import SEPProcess
 from dpbnn.methods.sgd import SGDProcess
 from dpbnn.methods.sgld import LangevinProcess
@@ -2002,3 +2002,20 @@ def targets_keep_their_type(patch: Patch) -> None:
         return found, y.astype(np.int64)
 
     patch.setattr(estimator, "validated", validated)
+
+
+# 69: inputs that are called public
+
+
+def inputs_are_not_named(patch: Patch) -> None:
+    patch.setattr(Method, "public", lambda self: ())
+
+
+def a_selection_forgets_what_is_public(patch: Patch) -> None:
+    original = selection._statement
+
+    def statement(*args):
+        found = original(*args)
+        return dataclasses.replace(found, public=found.public[:2])
+
+    patch.setattr(selection, "_statement", statement)

@@ -370,9 +370,8 @@ class Run(ABC):
     def posterior(self, tuning_runs: int | None) -> Posterior:
         """Return the posterior with its statement."""
         self._compare()
-        statement = self.group.first(
-            lambda: self.gate.statement(delta=self.plan.delta, tuning_runs=tuning_runs)
-        )
+        details = {"tuning_runs": tuning_runs, "public": self.method.public()}
+        statement = self.group.first(lambda: self.gate.statement(delta=self.plan.delta, **details))
         self.process.share(self.state, self.group)
         for observer in self.observers:
             observer.dp = statement

@@ -222,15 +222,16 @@ class Site:
                 collects the messages, and all other sites.
         """
         run, sites = self._run, len(self.records)
+        public = run.method.public()
         if knowing is None:
             views: tuple[str, ...] = ()
             if run.gate.noise.private and self.plan.private and self._sent:
                 views = said_of_sums(run.plan, self._sent, sites)
-            return run.gate.statement(delta=self.plan.delta, caveats=views)
+            return run.gate.statement(delta=self.plan.delta, public=public, caveats=views)
         check_count(0, knowing=knowing)
         if knowing >= sites:
             raise ValueError(f"knowing={knowing}: there are {sites - 1} other sites")
-        whole = run.gate.statement(delta=self.plan.delta)
+        whole = run.gate.statement(delta=self.plan.delta, public=public)
         if not (whole.private and whole.complete):
             return whole
         left = sites - knowing
@@ -238,6 +239,7 @@ class Site:
             (*run.gate.ledger.beside(run.run), *against_sums(run.plan, self._sent, left)),
             delta=self.plan.delta,
             relation=self.plan.relation,
+            public=public,
             caveats=(
                 f"holds against who sees sums over all {sites} sites and nothing else of a step, "
                 f"where {left} of them, this one included, add their noise and keep it secret",

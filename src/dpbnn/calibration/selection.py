@@ -172,9 +172,10 @@ def _check_ledger(candidates: dict[Any, Any], ledger: Ledger) -> None:
 
 def _statement(candidates: dict[Any, Any], gate: Gate, budget: Budget) -> PrivacyStatement:
     """Return the ledger's statement, unless a candidate is not private, or not known to be."""
-    known = [_privacy(candidate) for candidate in candidates.values()]
-    for statement in known:
+    public: list[str] = []
+    for candidate in candidates.values():
+        statement = _privacy(candidate)
         if statement is None or not statement.private:
             return statement or PrivacyStatement.not_private(UNKNOWN)
-    assert known[0] is not None
-    return gate.statement(delta=budget.delta, tuning_runs=0, unit=known[0].unit)
+        public += statement.public
+    return gate.statement(delta=budget.delta, tuning_runs=0, unit=statement.unit, public=public)

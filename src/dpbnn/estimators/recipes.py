@@ -1,58 +1,7 @@
 """Default settings: functions of public numbers, the same for every table.
 
 They may not depend on the data that is fitted, except for its numbers of rows and columns, which
-are public. Those of "auto" were chosen on 16 development tables: twelve that were generated (200 to
-20 000 rows; interactions, rare classes, heavy tails, wide bounds, categories, collinear columns)
-and scikit-learn's breast cancer, wine, digits and diabetes, at epsilon 0.1 to 3. 28 settings were
-compared there in about 2200 simulated trainings, by the error and by the log-likelihood at the best
-temperature. Of the tables of benchmarks/, power and kin8nm had been run once with an earlier
-choice. The steps of inputs, the smooth units and the clip of a regressor were chosen later on ten
-other generated tables (3000 to 10 000 rows; the kinematics of an arm, smooth functions, hinges,
-linear ones, rare classes, heavy tails, products) at epsilon 0.1 to 3: 30 settings in about 450
-simulated trainings. The limit of inputs at small budgets, and the questions that calibration/
-temperature.py asks there, were chosen on ten further generated tables of classes (5000 to 10 000
-rows) and three of numbers (150 to 300) at epsilon 0.1 to 1: five settings in 66 simulated
-trainings, and on 38 of these six questions for classes and two for numbers. What was wrong had been
-looked at in 24 fits of eight tables of benchmarks/, with the earlier settings; up to what error a
-regressor's scale is tried was settled after two fits of small-numbers there, and the 4/sqrt(n) of
-the questions by the cases of benchmarks/recalibration.py. The steep units were chosen on ten
-further generated tables of numbers (5000 to 30 000 rows) at epsilon 1 and 3: 21 settings in about
-300 simulated trainings, after which power was run; the priors without privacy on nine of numbers
-and three of classes: seven in 90, and that they may be doubled once on 18 of classes (500 to 2000
-rows, 3 to 8 columns), in about 200. Another start of a small regressor's noise, chosen on four of
-numbers in 80, was given up after four fits of diabetes. The steps of a classifier on many columns,
-and how records are weighted in the question that has less noise, were chosen on 17 further
-generated tables of classes (400 to 20 000 rows, 6 to 93 columns) at epsilon 0.1 to 3: 14 settings
-in 244 simulated trainings (that tiny budgets are left out, after a look at digits of benchmarks/),
-and two questions and 13 ways to ask them on 36 of these. The clip of a classifier's tiny budgets
-was chosen on four further generated tables of classes (400 to 1500 rows, 8 to 30 columns, 2 to 4
-classes) at epsilon 0.1: ten settings in about 750 simulated trainings, and about 100 fits of these
-and five more at epsilon 0.1 to 1. That it is for few columns alone was settled after ten fits of
-digits, breast cancer and small each in benchmarks/, where a constant rate was given up too. Four
-others, a linear model alone, two sizes of a constant beside the inputs and a constant rate at
-larger budgets, were given up after 158 fits of nine such tables (400 to 6000 rows). The two layers
-of a regressor, with their steps, were chosen on 18 further generated tables of numbers (6000 to 40
-000 rows, 4 to 15 columns) at epsilon 0.1 to 3 and without privacy: about 60 settings of width,
-depth, rate, clip, slope, steps and whitening in about 4100 simulated trainings, after which power
-was run. What a classifier's temperature may cost was chosen from three shares on four further
-generated tables of classes (5000 rows, 6 to 10 columns) at epsilon 0.1, in 180 fits, after 20 fits
-each of nine tables of benchmarks/ had shown that a tenth was too little; three such shares for
-regressors, in 300 fits of five generated tables (150 to 600 rows), changed nothing for the better.
-How a regressor's records are asked about its scale was chosen from six ways on these and two more
-(bounds as tight as the target's range) at epsilon 0.1 and 0.3, in about 2600 fits, after 120 of
-diabetes and small-numbers of benchmarks/. Narrower starts of the noise (six, with a constant beside
-the inputs or without) and four sizes of such a constant were given up there, in as many again: what
-they mended on tables with wide bounds they spoiled on those with tight ones. What small budgets pay
-for the scale, the 75 % intervals and the prior of the scale were then chosen from four shares, six
-levels and five priors on 16 further generated tables of numbers (150 to 500 rows, 4 to 12 columns,
-wide and tight bounds, long tails, two groups, whole numbers) at epsilon 0.1 and 0.3, in 1168
-trainings; the rise of the share was halved after 240 fits of diabetes and small-numbers, which 560
-more then judged. The open temperature of a regressor of many rows was judged by nine fits of naval,
-friedman and kin8nm. The noise that goes with the mean was chosen from three shapes on three
-generated tables (a long tail, a noise that grows, heavy tails) in 54, after a look at what was
-wrong in 15 fits of prices. Those of the other methods were chosen on splits of the training parts
-of public tables (benchmarks/command.py repeats it), at epsilon 1, for accuracy and calibration
-together.
+are public. benchmarks/tuning.md says on which other tables they were chosen, in how many runs.
 """
 
 from __future__ import annotations

@@ -227,6 +227,17 @@ class Method(ABC):
             f"method, SGD(inputs=...) and NoiseAware include both",
         )
 
+    def public(self) -> tuple[str, ...]:
+        """Return what the guarantee takes for public beside n and the settings.
+
+        These are `inputs` that a user gave. An attribute `released` of the function says that it
+        draws them from releases; then they are covered.
+        """
+        inputs = getattr(self, "inputs", None)
+        if inputs is None or getattr(inputs, "released", False):
+            return ()
+        return ("the inputs that the method's function `inputs` returns",)
+
     def settings(self) -> dict[str, Any]:
         """Return the settings as plain values, for manifests and reports."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]

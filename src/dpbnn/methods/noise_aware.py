@@ -65,7 +65,8 @@ class NoiseAware(Method):
         points: number of public inputs.
         share: of the steps, for means and covariances of the inputs.
         inputs: function of a number that returns so many public inputs, distributed as the data
-            are believed to be; then no step is spent on moments.
+            are believed to be; then no step is spent on moments. Never pass rows of the data: the
+            guarantee does not cover what this returns, and the statement says so.
         chains: number of chains.
         iterations: of every chain.
         keep: draws stored of every chain.

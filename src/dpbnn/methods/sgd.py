@@ -33,10 +33,11 @@ class SGD(Descent):
         keep: how many iterates of the last half are kept, evenly spaced; the posterior has equal
             weight on each of them. 0 returns one point. They are held in memory.
         inputs: function of a number that returns so many public inputs, distributed as the data
-            are believed to be. With it, and `keep`, the posterior says how far the function may be
-            from the truth: bands then include what the data leave open, the privacy noise and the
-            clip (`methods/laplace.py`). That is post-processing. It is for one target, classes or a
-            number, and networks whose weights are in Linear layers.
+            are believed to be. Never pass rows of the data: the guarantee does not cover what this
+            returns, and the statement says so. With it, and `keep`, the posterior says how far the
+            function may be from the truth: bands then include what the data leave open, the privacy
+            noise and the clip (`methods/laplace.py`). That is post-processing. It is for one
+            target, classes or a number, and networks whose weights are in Linear layers.
     """
 
     keep: int = 0

@@ -187,7 +187,7 @@ class PrivacyStatement(Shown):
             accountant=chosen.name,
             accountant_version=chosen.version,
             released=_added_up(parts),
-            public=(_size(_unit(own), relation), _SETTINGS, *public),
+            public=_union((_size(_unit(own), relation), _SETTINGS), public),
             covers=(*_COVERS, *covers),
             randomness=randomness,
             tuning_runs=tuning_runs,
@@ -384,7 +384,7 @@ def _size(unit: str, relation: Relation) -> str:
     return f"the number of {unit}s n{own}"
 
 
-def _union(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
+def _union(first: Sequence[str], second: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*first, *second)))
 
 
