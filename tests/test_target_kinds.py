@@ -195,6 +195,11 @@ def test_a_regressor_of_counts_learns_their_rates():
     assert 0.9 < model.evaluate(x, y, resamples=0).coverage[-1].observed <= 1
 
 
+def test_few_counts_have_no_temperature_without_privacy():
+    """Held-out rows choose a prior there, as for numbers, and nothing else."""
+    assert regressor(epsilon=None).fit(*counted(100)).temperature_ is None
+
+
 def test_a_released_mean_is_the_usual_count():
     counts = Counts((0.0, 100.0))
     y = np.array([0.0, 0.0, 0.0, 25.0])

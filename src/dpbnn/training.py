@@ -99,7 +99,7 @@ def fit(
             records by number, a Hugging Face dataset, or a `DataSource`, which also takes Parquet
             and Arrow files. They have plan.n records; under add/remove any number, also none.
         likelihood: "categorical", "gaussian", "heteroscedastic", or a likelihood object.
-        prior: of the weights; standard normal by default.
+        prior: of the weights; standard normal by default. A learned noise has one of its own.
         method: settings of a method, such as SGD, SGLD, SGHMC, BBP, VI, MCDropout or SEP.
         plan: from `dpbnn.plan`, or `dpbnn.open_plan` for training without privacy.
         ledger: where releases are recorded; by default one in `out`, or in memory.

@@ -14,6 +14,7 @@ from dpbnn.likelihoods import Categorical, HeteroscedasticGaussian, LearnedNoise
 from dpbnn.likelihoods import Gaussian as GaussianNoise
 from dpbnn.methods.method import Problem, Process
 from dpbnn.methods.state import State, flat
+from dpbnn.networks import SlopedNoise
 
 N = 24
 
@@ -245,6 +246,44 @@ def test_the_prior_is_scaled_by_the_library():
     release = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
     process.update(process.begin(), release)
     torch.testing.assert_close(model.weight.detach(), before * (1 - 0.5 * 100 / 1000))
+
+
+@pytest.mark.parametrize("name", ["sgd", "mcdropout", "sgld", "bbp", "vi"])
+def test_a_learned_noise_does_not_have_the_prior_of_the_weights(name):
+    """A release of 0 leaves priors: N(0, 0.1^2) of weights, and N(0, 1) of a log-variance."""
+    method, dropout = METHODS[name]
+    noise = SlopedNoise(1, log_variance=-2.0)
+    model = nn.Sequential(nn.Dropout(dropout), nn.Linear(4, 1), noise)
+    problem = Problem(
+        method.prepared(model), HeteroscedasticGaussian(), dpbnn.Gaussian(0.1), 100, 10, 1, True
+    )
+    process = method.start(problem)
+    state = process.draw(process.begin())
+    before = {key: value.detach().clone() for key, value in state.parameters.items()}
+    x, y = dataset("learned")
+    release = process.contribute(state, x, y).weighted_sum(torch.zeros(N))
+    if name == "sgld":
+        after = process.update(state, release).parameters
+        pull = {key: (old - after[key]) / (1e-3 / 2) for key, old in before.items()}
+    else:
+        pull = {key: 100 * value for key, value in process.gradient(state, release).items()}
+    for key, old in before.items():
+        if not key.endswith(("rho", "bias_mu")):
+            expected = (1 if "2." in key else 100) * old.to(pull[key])
+            torch.testing.assert_close(pull[key].detach(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_narrow_prior_of_weights_does_not_widen_intervals():
+    """200 targets of noise 0.1 and no function; N(0, 0.05^2) of log s^2 would say 0.6 or more."""
+    rng = torch.Generator().manual_seed(0)
+    x, y = torch.randn(200, 4, generator=rng), 0.1 * torch.randn(200, generator=rng)
+    plan = dpbnn.open_plan(n=200, sampling="full-batch", steps=300)
+    method = dpbnn.SGD(learning_rate=0.05, optimizer="adam", schedule="linear")
+    found = dpbnn.fit(
+        lambda: nn.Linear(4, 1), (x, y), GaussianNoise(None), dpbnn.Gaussian(0.05), method, plan
+    )
+    std = float(found.predict(x[:1]).variance.sqrt())
+    assert 0.08 < std < 0.13
 
 
 def test_dropout_precision_and_weight_decay_invert_each_other():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dpbnn.contributions.attach import public
 from dpbnn.contributions.dense import Contributions, Draws
 from dpbnn.methods.descent import Descent, DescentProcess, DescentState
-from dpbnn.methods.method import Problem
+from dpbnn.methods.method import Problem, own_priors
 from dpbnn.networks import GaussianLayer, IntegratedLinear, to_gaussian
 from dpbnn.posteriors import MeanFieldPosterior, Posterior
 from dpbnn.priors import Prior
@@ -119,8 +119,8 @@ def kl_gradient(
     """Return the gradient of KL(q || p) with respect to (mu, rho), by parameter name.
 
     Exactly, or with `draws` by the estimate mean_j [log q(w_j) - log p(w_j)] at w_j = mu +
-    softplus(rho) e_j, whose entropy part is exact too. Point parameters get the prior's gradient,
-    frozen ones none. `slopes` gets the derivative of every standard deviation by its rho.
+    softplus(rho) e_j, whose entropy part is exact too. Point parameters get the gradient of their
+    prior, frozen ones none. `slopes` gets the derivative of every standard deviation by its rho.
     """
     result: dict[str, Tensor] = {}
     drawn, one = set(), next(model.parameters()).new_ones(())
@@ -145,11 +145,12 @@ def kl_gradient(
             result[f"{name}_rho"] = by_std.mul_(slope)
             if slopes is not None:
                 slopes[name] = slope
+    own = own_priors(model, prior)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             result.pop(name, None)
         elif name not in drawn:
-            result[name] = prior.gradient(parameter.detach())
+            result[name] = own.get(name, prior).gradient(parameter.detach())
     return result
 
 

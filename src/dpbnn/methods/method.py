@@ -18,13 +18,35 @@ from dpbnn.contributions.attach import Attached, attach
 from dpbnn.contributions.dense import Contributions, UnsupportedModel
 from dpbnn.likelihoods import Likelihood
 from dpbnn.methods.state import State, restored
+from dpbnn.networks import LearnedNoise
 from dpbnn.networks.sharded import Sharding, Whole, local
-from dpbnn.priors import Prior
+from dpbnn.priors import Gaussian, Prior
 
 if TYPE_CHECKING:
     from dpbnn.posteriors import IterateWriter, Posterior
     from dpbnn.privacy.group import Group
     from dpbnn.privacy.plan import Plan
+
+_NOISE = Gaussian(1.0)
+
+
+def own_priors(model: nn.Module, prior: Prior) -> dict[str, Prior]:
+    """Return by name the prior of parameters that do not have that of the weights.
+
+    A learned log-variance has N(0, 1): how far a function may bend says nothing about the noise.
+
+    Args:
+        model: the network.
+        prior: of the weights.
+    """
+    if prior == _NOISE:
+        return {}
+    layers = [(path, m) for path, m in model.named_modules() if isinstance(m, LearnedNoise)]
+    return {
+        f"{path}.{name}".lstrip("."): _NOISE
+        for path, layer in layers
+        for name, _ in layer.named_parameters()
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +113,15 @@ class Problem:
     def trainable(self) -> dict[str, Tensor]:
         """Return the trainable parameters of the model, by name; of sharded ones the own rows."""
         return {n: local(p) for n, p in self.model.named_parameters() if p.requires_grad}
+
+    @functools.cached_property
+    def own_priors(self) -> dict[str, Prior]:
+        """By name, the prior of parameters that do not have that of the weights."""
+        return own_priors(self.model, self.prior)
+
+    def prior_of(self, name: str) -> Prior:
+        """Return the prior of a parameter."""
+        return self.own_priors.get(name, self.prior)
 
     def refuse_frozen(self, method: str) -> None:
         """Raise where a parameter is frozen, for methods that move all of them."""

@@ -74,10 +74,10 @@ class SGDProcess(DescentProcess):
     def gradient(self, state: DescentState, release: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return release / b + grad r / n."""
         problem, parameters = self.problem, state.parameters
-        moving, released = together(parameters, release)
+        moving, released = together(parameters, release, alike=not problem.own_priors)
         found = {
             name: (released[name] / problem.batch_size).add_(
-                problem.prior.gradient(p), alpha=1 / problem.n
+                problem.prior_of(name).gradient(p), alpha=1 / problem.n
             )
             for name, p in moving.items()
         }

@@ -297,7 +297,7 @@ class LangevinProcess(Process[LangevinState]):
         if position == 0 and state.steps:
             self.restart(state)
         writer = self._open_writer(state) if problem.leads else None
-        eta = self.settings.rate(position)
+        eta, scale = self.settings.rate(position), problem.n / problem.batch_size
         pair = position % 2 and position >= self.length // 2
         measured = "second" if pair else "first" if position % 2 == 0 else ""
 
@@ -306,11 +306,11 @@ class LangevinProcess(Process[LangevinState]):
             self._measure(state, release, measured, eta)
             moving, released = state, release
             if not state.velocity:
-                parameters, released = together(state.parameters, release)
+                alike = not problem.own_priors
+                parameters, released = together(state.parameters, release, alike=alike)
                 moving = dataclasses.replace(state, parameters=parameters)
             for name, parameter in moving.parameters.items():
-                scale = problem.n / problem.batch_size
-                drift = released[name] * scale + problem.prior.gradient(parameter)
+                drift = released[name] * scale + problem.prior_of(name).gradient(parameter)
                 injected = None if problem.private else torch.randn_like(parameter)
                 self.move(moving, name, drift.to(parameter.dtype), eta, injected)
 

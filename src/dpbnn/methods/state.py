@@ -82,15 +82,20 @@ class Average:
 
 
 def together(
-    parameters: Mapping[str, Tensor], release: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor], release: Mapping[str, Tensor], *, alike: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return both as one tensor each, where they are views of one buffer each; else as they are.
 
     That is so on a GPU, where a few large kernels take less time than many small ones. The buffers
     are longer than their tensors; what lies between these has no meaning.
+
+    Args:
+        parameters: by name.
+        release: likewise.
+        alike: whether all parameters are moved alike.
     """
     released = {name: release[name] for name in parameters}
-    if any(value.is_cuda for value in released.values()):
+    if alike and any(value.is_cuda for value in released.values()):
         moving, given = (shared_flat(list(t.values())) for t in (parameters, released))
         if moving is not None and given is not None:
             return {"": moving}, {"": given}
