@@ -1,5 +1,6 @@
 """Bands of SGD: the precision is the closed form, bands cover the truth, and no data is seen."""
 
+import functools
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 
 import dpbnn
 from dpbnn.contributions.dense import UnsupportedModel
-from dpbnn.likelihoods import Categorical, Gaussian, LearnedNoiseGaussian
+from dpbnn.likelihoods import Categorical, Gaussian, LearnedNoiseGaussian, classes, gaussian
 from dpbnn.methods import Problem, laplace
 from dpbnn.methods.sgd import PathProcess
 from dpbnn.posteriors import IteratePosterior, LaplacePosterior
@@ -31,7 +32,7 @@ def linear(outputs=1, seed=0):
 
 
 def told(model, likelihood, clip=1e6, **more):
-    """Return the precision by the releases in the units of the weights, [in, in], first output."""
+    """Return the directions of the last layer, or of all, and the problem."""
     settled = problem(model, likelihood, **more)
     found = {}
 
@@ -47,18 +48,37 @@ def told(model, likelihood, clip=1e6, **more):
     return part, settled
 
 
+def basis(part):
+    """Return the directions, one a row, in the units of the weights of the only layer."""
+    eye = torch.eye(part.told.numel()).double().unflatten(1, part.told.shape)
+    (found,) = part.back(eye).values()
+    return found.flatten(1)
+
+
+def precision(part):
+    return basis(part).T @ torch.diag(part.told.flatten()) @ basis(part)
+
+
 def joined(x):
     return torch.cat([x, torch.ones(len(x), 1)], 1).double()
 
 
+@pytest.fixture(params=["together", "apart"])
+def both_ways(request, monkeypatch):
+    """Small networks are taken together; a single layer must come out the same either way."""
+    if request.param == "apart":
+        monkeypatch.setattr(laplace, "_JOINT", 0)
+
+
+@pytest.mark.usefixtures("both_ways")
 def test_without_privacy_it_is_the_precision_of_a_linear_regression():
     part, _ = told(linear(), Gaussian(STD))
     a = joined(inputs(laplace._POINTS))
     exact = N * a.T @ a / len(a) / STD**2
-    found = part.across @ torch.diag(part.told[0]) @ part.across.T
-    torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(precision(part), exact, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_with_privacy_noise_it_is_that_of_noised_scores():
     """Information (V + s^2)^-1 H^2 with H = V = n E[aa']/STD^2, and s the noise of the average."""
     sigma, steps, clip = 20.0, 10, 1e6
@@ -67,12 +87,47 @@ def test_with_privacy_noise_it_is_that_of_noised_scores():
     h = N * a.T @ a / len(a) / STD**2
     noise = (sigma * clip) ** 2 / steps
     exact = h @ torch.linalg.solve(h + noise * torch.eye(4).double(), h)
-    found = part.across @ torch.diag(part.told[0]) @ part.across.T
-    torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6 * float(exact.abs().max()))
+    scale = float(exact.abs().max())
+    torch.testing.assert_close(precision(part), exact, rtol=1e-6, atol=1e-6 * scale)
 
 
-def test_a_clip_takes_information_away():
-    """All gradients have length 0.1 then: H = n E[c r s aa'] as a product of means."""
+def spread(drawn, model, x):
+    """Return the mean variance of the function over inputs, for draws of the weights."""
+    names = list(drawn)
+    at = {name: value.double() for name, value in model.double().named_parameters()}
+
+    def moved(*moves):
+        along = dict(zip(names, moves, strict=True))
+        run = functools.partial(torch.func.functional_call, model, args=(x,))
+        return torch.func.jvp(run, (at,), (along,))[1]
+
+    away = torch.func.vmap(moved)(*[drawn[name].double() for name in names])
+    return float(away.detach().var(0).mean())
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_layers_that_can_say_the_same_are_counted_once(monkeypatch, apart):
+    """A function of k free numbers has variance k STD^2/n. Broken twin: every layer by itself."""
+    if apart:
+        monkeypatch.setattr(laplace, "_JOINT", 0)
+    monkeypatch.setattr(laplace, "DRAWS", 4000)
+    monkeypatch.setattr(gaussian, "_WIDER", (1.0, 1.0))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1), nn.Linear(1, 1))
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.fill_(0.7)
+    drawn = laplace.deviations(model, problem(model, Gaussian(STD), n=10**6), 1e6, inputs)
+    found = spread(drawn, model, inputs(laplace._POINTS).double()) / (4 * STD**2 / 10**6)
+    assert found == pytest.approx(1.0, abs=0.15) or apart
+    assert (found > 1.4) == apart
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_clip_takes_information_away(monkeypatch, apart):
+    """All gradients have length 0.1 then: H = n E[c r s aa'], apart as a product of means."""
+    if apart:
+        monkeypatch.setattr(laplace, "_JOINT", 0)
     clip = 0.1
     model = linear()
     part, _ = told(model, Gaussian(STD), clip, sigma=1e-9)
@@ -82,47 +137,54 @@ def test_a_clip_takes_information_away():
     slopes = outcomes.slopes[..., 0]
     norms = slopes.abs() * a.norm(dim=1)
     factor = (clip / norms.clamp(min=1e-30)).clamp(max=1)
-    h = N * (outcomes.chances * factor * slopes**2).sum(0).mean()
-    v = N * (outcomes.chances * factor**2 * slopes**2).sum(0).mean()
-    values = torch.linalg.eigvalsh(a.T @ a / len(a))
-    torch.testing.assert_close(part.told[0], h**2 / v * values, rtol=1e-3, atol=0)
+    h, v = (N * (outcomes.chances * factor**k * slopes**2).sum(0) for k in (1, 2))
+    if apart:
+        h, v = (weight.mean().expand(len(a)) for weight in (h, v))
+    hessian, lost = (a.T @ (weight[:, None] * a) / len(a) for weight in (h, v))
+    values = torch.linalg.eigvalsh(hessian) * hessian.trace() / lost.trace()
+    found = part.told.flatten().sort().values
+    torch.testing.assert_close(found, values, rtol=1e-3, atol=0)
     free, _ = told(linear(), Gaussian(STD))
-    assert (part.told < free.told).all()
+    assert (found < free.told.flatten().sort().values).all()
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("wrong", [False, True])
 def test_draws_have_the_stated_covariance(monkeypatch, wrong):
-    """6 standard errors of 20 000 draws; draws that forget the factor 1.6 must be seen."""
+    """6 standard errors of 20 000 draws; draws that forget the factor must be seen."""
     monkeypatch.setattr(laplace, "DRAWS", 40_000)
     model = linear()
     settled = problem(model, Gaussian(STD))
     part, _ = told(model, Gaussian(STD))
-    factor = laplace._WIDER
-    monkeypatch.setattr(laplace, "_WIDER", 1.0 if wrong else factor)
+    factor = gaussian._WIDER[1]
+    monkeypatch.setattr(gaussian, "_WIDER", (1.0, 1.0) if wrong else gaussian._WIDER)
     drawn = laplace.deviations(model, settled, 1e6, inputs)
     assert drawn["weight"].shape == (40_000, 1, 3)
     assert drawn["bias"].shape == (40_000, 1)
     both = torch.cat([drawn["weight"][:, 0], drawn["bias"]], 1).double()
     assert both.mean(0).abs().max() < 1e-6
-    along = both @ part.across
-    expected = factor**2 / part.told[0]
+    along = both @ basis(part).T
+    expected = factor**2 / part.told.flatten()
     error = (along.square().mean(0) / expected - 1).abs().max()
     assert (error > 6 * math.sqrt(2 / 20_000)) == wrong
 
 
-def test_two_classes_know_the_difference_of_their_logits():
-    """The difference has the precision of a logistic regression, n E[p (1 - p) aa']."""
+@pytest.mark.parametrize("apart", [False, True])
+def test_two_classes_know_the_difference_of_their_logits(monkeypatch, apart):
+    """It has the precision of a logistic regression, n E[p (1 - p) aa'], apart a product."""
+    if apart:
+        monkeypatch.setattr(laplace, "_JOINT", 0)
     model = linear(2)
     settled = problem(model, Categorical())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(laplace, "DRAWS", 20_000)
-        patch.setattr(laplace, "_WIDER", 1.0)
+        patch.setattr(classes, "_WIDER", (1.0, 1.0))
         drawn = laplace.deviations(model, settled, 1e6, inputs)
     x = inputs(laplace._POINTS)
     chance = model(x).softmax(-1)[:, 1].detach().double()
     a = joined(x)
-    weight = float((chance * (1 - chance)).mean())
-    exact = torch.linalg.inv(N * weight * a.T @ a / len(a))
+    weight = (chance * (1 - chance))[:, None]
+    exact = torch.linalg.inv(N * a.T @ ((weight.mean() if apart else weight) * a) / len(a))
     both = torch.cat([drawn["weight"], drawn["bias"][..., None]], 2).double()
     apart = both[:, 1] - both[:, 0]
     found = apart.T @ apart / len(apart)
@@ -144,6 +206,33 @@ def sizes(**more):
     return float(sum(d.square().sum() for d in drawn.values()))
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_directions_of_which_nothing_is_told_may_turn(monkeypatch, wrong):
+    """As they do with rounding, on other ranks. Broken twin: draws along the directions."""
+    torch.manual_seed(0)
+    model = dpbnn.mlp(3, (4,), 2)
+    if wrong:
+        made = laplace.Directions
+        monkeypatch.setattr(
+            laplace, "Directions", lambda t, m, _, back: made(t, m, torch.clone, back)
+        )
+    before = laplace.deviations(model, problem(model, Categorical(), sigma=3.0), 1.0, inputs)
+    original = torch.linalg.eigh
+
+    def turned(matrix):
+        values, basis = original(matrix)
+        null = values < 1e-9 * values.max()
+        assert null.sum() > 3
+        turn = torch.linalg.qr(torch.randn(int(null.sum()), int(null.sum())).double())[0]
+        basis[:, null] = basis[:, null] @ turn
+        return values, basis
+
+    monkeypatch.setattr(torch.linalg, "eigh", turned)
+    after = laplace.deviations(model, problem(model, Categorical(), sigma=3.0), 1.0, inputs)
+    far = max(float((after[name] - before[name]).abs().max()) for name in before)
+    assert (far > 1e-3) == wrong
+
+
 def test_noise_widens_and_records_narrow():
     noisy = [sizes(sigma=sigma) for sigma in (0.1, 3.0, 30.0, 300.0)]
     assert noisy == sorted(noisy)
@@ -159,11 +248,12 @@ def test_a_users_prior_bounds_it():
 
 def test_the_prior_variance_goes_to_what_was_learned():
     """With much information it is the mean square of the moves, with none the first value."""
-    eye = torch.eye(3).double()
     moved = torch.tensor([[0.1, -0.2, 0.3]]).double()
 
     def learned(precision):
-        part = laplace.Directions("", eye[:1, :1], eye, torch.full((1, 3), precision), moved)
+        part = laplace.Directions(
+            torch.full((1, 3), precision), moved, lambda w: w, lambda moves: {}
+        )
         return laplace._prior_variance([part] * 1000, 0.1)
 
     assert learned(1e9) == pytest.approx(float(moved.square().mean()), rel=0.02)
@@ -278,9 +368,10 @@ def test_large_networks_are_refused(monkeypatch):
 
 def test_wide_layers_take_their_inputs_for_uncorrelated(monkeypatch):
     """On inputs that are uncorrelated that changes little."""
+    monkeypatch.setattr(laplace, "_JOINT", 0)
     close, _ = told(linear(), Gaussian(STD))
     monkeypatch.setattr(laplace, "_DENSE", 2)
     wide, _ = told(linear(), Gaussian(STD))
-    assert torch.equal(wide.across, torch.eye(4).double())
+    assert torch.equal(basis(wide), torch.eye(4).double())
     ratio = wide.told.sort().values / close.told.sort().values
     assert (ratio - 1).abs().max() < 0.15

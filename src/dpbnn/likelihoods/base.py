@@ -32,6 +32,8 @@ class Outcomes:
         scores: derivative of the negative log-probability by the outputs, [Q, N, K].
         slopes: what `log_prob` hands to the network in its place, [Q, N, K].
         variance: the largest variance that a logit or a mean can have before any data.
+        wider: what standard deviations of `methods/laplace.py` are multiplied by, with privacy and
+            without.
     """
 
     targets: Tensor
@@ -39,6 +41,7 @@ class Outcomes:
     scores: Tensor
     slopes: Tensor
     variance: float
+    wider: tuple[float, float]
 
 
 class LikelihoodBase(ABC):

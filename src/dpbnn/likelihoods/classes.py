@@ -20,6 +20,7 @@ from dpbnn.predictive import ClassPredictive, OrdinalPredictive, Predictive
 
 _SLOW = 0.3  # share of an output that moves a distance: noise in all of them adds up
 _UNKNOWN = 16.0  # variance of a logit of which nothing is known
+_WIDER = (2.1, 1.5)  # see `Outcomes`; chosen by coverage
 _GAP = 1e-6  # smallest distance of two cut points, so that no class has probability 0
 
 
@@ -102,7 +103,7 @@ class Categorical(LikelihoodBase, name="categorical"):
         labels = torch.eye(classes).to(outputs)[:, None]
         slopes = weights[:, None, None] * (outputs.softmax(-1) - labels)
         targets = torch.arange(classes, device=outputs.device)[:, None].expand(-1, rows)
-        return Outcomes(targets, chances.T, chances - labels, slopes, _UNKNOWN)
+        return Outcomes(targets, chances.T, chances - labels, slopes, _UNKNOWN, _WIDER)
 
     def _check(self, classes: int) -> None:
         if self.weights is not None and len(self.weights) != classes:
@@ -164,7 +165,7 @@ class Bernoulli(LikelihoodBase, name="bernoulli"):
         weights = outputs.new_tensor([low, high])[:, None]
         return Outcomes(
             targets, torch.stack([1 - chance, chance]), (chance - targets)[..., None],
-            (weights * (outputs[:, 0].sigmoid() - targets))[..., None], 2 * _UNKNOWN,
+            (weights * (outputs[:, 0].sigmoid() - targets))[..., None], 2 * _UNKNOWN, _WIDER,
         )  # fmt: skip
 
     def locations(self, changes: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ __all__ = ["Deviations", "WidenedClassPredictive", "WidenedRealPredictive", "wid
 _KEPT = 0.002  # by which the draws' mean probability of the top class may be below the prediction's
 _HALVINGS = 12
 _BLOCK = 2**22  # elements of a temporary
-_SHARE = 0.5  # of the variance of a number, which deviations may explain at most
+_SHARE = 0.7  # of the variance of a number, which deviations may explain at most
 
 
 class Deviations:
@@ -131,8 +131,9 @@ class WidenedClassPredictive(ClassPredictive):
         return type(self)(self._plain.target(position), moved)
 
     def tempered(self, temperature: float) -> Self:
-        """Return the prediction at another temperature, with the same deviations."""
-        return type(self)(self._plain.tempered(temperature), self.deviations)
+        """Return the prediction at another temperature, by which its logits are divided."""
+        moved = self.deviations.then(lambda d: d / temperature)
+        return type(self)(self._plain.tempered(temperature), moved)
 
     def reordered(self, order: Any) -> Self:
         """Return the prediction with its classes in another order, by their positions."""
@@ -143,8 +144,8 @@ class WidenedClassPredictive(ClassPredictive):
 class WidenedRealPredictive(RealPredictive):
     """A prediction of numbers, and draws of the mean E(y | x) around its own.
 
-    The variance of the draws is taken from that of the prediction, of which it is half at most:
-    a noise that was learned from residuals has the error of the function in it already. So all
+    The variance of the draws is taken from that of the prediction, of which it is 0.7 at most: a
+    noise that was learned from residuals has the error of the function in it already. So all
     that is said of y is as without deviations, and only what is said of its mean differs: draws,
     epistemic and aleatoric variance.
 
