@@ -325,6 +325,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--epsilons", nargs="+", default=list(EPSILONS), metavar="NUMBER|none")
     parser.add_argument("--sets", type=int, default=200, help="data sets of every setting")
+    parser.add_argument("--first", type=int, default=0, metavar="SET", help="number of the first")
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--render", action="store_true", help="print the results as Markdown")
@@ -335,7 +336,7 @@ def main() -> None:
     jobs = [
         {"task": task, "method": method, "epsilon": json.loads(word.replace("none", "null")),
          "rows": arguments.rows, "set": number}
-        for number in range(arguments.sets)
+        for number in range(arguments.first, arguments.first + arguments.sets)
         for task in arguments.tasks
         for method in arguments.methods
         for word in arguments.epsilons

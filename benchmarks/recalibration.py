@@ -78,9 +78,8 @@ def bisection(predictive, y, epsilon, rng, steps=8):
     """The temperature at which the signs of noised derivatives lead."""
     plan = dpbnn.plan(epsilon=epsilon, delta=1e-5, n=len(y), steps=steps, sampling="full-batch")
     kept = torch.ones(len(y), dtype=torch.bool)
-    task = temperature._task(predictive)
-    rows, _ = temperature._contributed(predictive, y, kept, 0.0, task)
-    clip = temperature.CLIP[task]
+    rows, _ = temperature._contributed(predictive, y, kept, 0.0, "classification")
+    clip = temperature.CLIP["classification"]
     low, high = -math.log(10), math.log(10)
     for _ in range(steps):
         middle = (low + high) / 2
