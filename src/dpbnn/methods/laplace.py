@@ -50,6 +50,40 @@ class Layer:
 
 
 @dataclasses.dataclass(frozen=True)
+class Releases:
+    """What a training has released, and how much of it is noise.
+
+    Attributes:
+        network: at the released weights.
+        problem: of the training.
+        slope: E[c r s'] at every public input, [N, K, K]; see `deviations`.
+        spread: E[c^2 r r'], likewise.
+        noise: variance of the privacy noise.
+    """
+
+    network: nn.Module
+    problem: Problem
+    slope: Tensor
+    spread: Tensor
+    noise: float
+
+    def told(self, curvature: Tensor, lost: float) -> Tensor:
+        """Return the precision of directions, with V in them as large a share of H as in all.
+
+        Args:
+            curvature: H/n in these directions.
+            lost: trace of V/n.
+        """
+        n, known = self.problem.n, curvature.clamp(min=0)
+        ratio = (1 + _subsampling(self.problem)) * lost / max(float(known.sum()), 1e-300)
+        return (n * known).square() / (ratio * n * known + self.noise + 1e-300)
+
+    def moved(self, name: str) -> Tensor:
+        """Return how far training has moved weight and bias of a layer, [out, in]."""
+        return _joined(self.network, name) - _joined(self.problem.origin, name)
+
+
+@dataclasses.dataclass(frozen=True)
 class Directions:
     """Weights in directions about which the releases tell by themselves.
 
@@ -140,12 +174,11 @@ def deviations(
     slope = torch.einsum("qn,qna,qnb->nab", kept, slopes, scores)
     spread = torch.einsum("qn,qna,qnb->nab", kept * factors, slopes, slopes)
     layers = _layers(network, x, columns)
-    noise = _noise(problem, clip)
-    size = sum(layer.inputs.shape[1] * layer.reach.shape[-1] for layer in layers)
-    if size <= _JOINT:
-        found = [_together(layers, network, problem, slope, spread, noise)]
+    releases = Releases(network, problem, slope, spread, _noise(problem, clip))
+    if sum(layer.inputs.shape[1] * layer.reach.shape[-1] for layer in layers) <= _JOINT:
+        found = [_together(layers, releases)]
     else:
-        found = [_apart(layer, network, problem, slope, spread, noise) for layer in layers]
+        found = [_apart(layer, releases) for layer in layers]
     precision = 1 / _prior_variance(found, outcomes.variance / _unit_variance(layers, problem))
     if problem.private and isinstance(problem.prior, Gaussian):  # else data may have chosen it
         precision = max(precision, problem.prior.std**-2)
@@ -163,24 +196,9 @@ def deviations(
     return drawn
 
 
-def _together(
-    layers: list[Layer],
-    network: nn.Module,
-    problem: Problem,
-    slope: Tensor,
-    spread: Tensor,
-    noise: float,
-) -> Directions:
-    """Return what the releases tell about all layers.
-
-    Args:
-        layers: as public inputs see them.
-        network: at the released weights.
-        problem: of the training.
-        slope: E[c r s'] at every public input, [N, K, K].
-        spread: E[c^2 r r'], likewise.
-        noise: variance of the privacy noise.
-    """
+def _together(layers: list[Layer], releases: Releases) -> Directions:
+    """Return what the releases tell about all layers."""
+    slope, spread = releases.slope, releases.spread
     count = min(len(slope), _ROWS // slope.shape[-1])
     parts = [
         torch.einsum("nko,ni->nkoi", layer.reach[:count], layer.inputs[:count]) for layer in layers
@@ -190,7 +208,7 @@ def _together(
     hessian = jacobian.flatten(0, 1).mT @ (even @ jacobian).flatten(0, 1) / count
     lost = (jacobian * (spread[:count] @ jacobian)).sum() / count
     strong, basis = torch.linalg.eigh(hessian)
-    moved = torch.cat([_moved(network, problem, layer.name).flatten() for layer in layers])
+    moved = torch.cat([releases.moved(layer.name).flatten() for layer in layers])
 
     def forth(weights: Tensor) -> Tensor:
         return weights @ basis
@@ -202,36 +220,19 @@ def _together(
             for layer, part, piece in zip(layers, parts, pieces, strict=True)
         }
 
-    told = _told(problem.n * strong.clamp(min=0), float(lost), problem, noise)
-    return Directions(told, forth(moved), forth, back)
+    return Directions(releases.told(strong, float(lost)), forth(moved), forth, back)
 
 
-def _apart(
-    layer: Layer,
-    network: nn.Module,
-    problem: Problem,
-    slope: Tensor,
-    spread: Tensor,
-    noise: float,
-) -> Directions:
-    """Return what the releases tell about a layer if others stay, by a Kronecker product.
-
-    Args:
-        layer: as public inputs see it.
-        network: see `_together`, as for what follows.
-        problem: likewise.
-        slope: likewise.
-        spread: likewise.
-        noise: likewise.
-    """
+def _apart(layer: Layer, releases: Releases) -> Directions:
+    """Return what the releases tell about a layer if others stay, by a Kronecker product."""
     outer, lost = (
-        torch.einsum("nka,nkl,nlb->ab", layer.reach, part, layer.reach) / len(slope)
-        for part in (slope, spread)
+        torch.einsum("nka,nkl,nlb->ab", layer.reach, part, layer.reach) / len(part)
+        for part in (releases.slope, releases.spread)
     )
     strong, down = torch.linalg.eigh((outer + outer.mT) / 2)
     values, across = _eigen(layer.inputs)
     total = float(lost.trace() * values.sum())
-    told = _told(problem.n * strong.clamp(min=0)[:, None] * values, total, problem, noise)
+    told = releases.told(strong[:, None] * values, total)
 
     def forth(weights: Tensor) -> Tensor:
         return down.mT @ weights @ across
@@ -239,20 +240,7 @@ def _apart(
     def back(moves: Tensor) -> dict[str, Tensor]:
         return {layer.name: down @ moves @ across.mT}
 
-    return Directions(told, forth(_moved(network, problem, layer.name)), forth, back)
-
-
-def _told(curvature: Tensor, lost: float, problem: Problem, noise: float) -> Tensor:
-    """Return the precision of directions, with V in them as large a share of H as in all.
-
-    Args:
-        curvature: H in these directions.
-        lost: trace of V over n.
-        problem: of the training.
-        noise: variance of the privacy noise.
-    """
-    ratio = (1 + _subsampling(problem)) * problem.n * lost / max(float(curvature.sum()), 1e-300)
-    return curvature.square() / (ratio * curvature + noise + 1e-300)
+    return Directions(told, forth(releases.moved(layer.name)), forth, back)
 
 
 def _prior_variance(found: list[Directions], first: float) -> float:
@@ -266,11 +254,6 @@ def _prior_variance(found: list[Directions], first: float) -> float:
             weight += float(share.sum())
         variance = learned / weight
     return variance
-
-
-def _moved(network: nn.Module, problem: Problem, name: str) -> Tensor:
-    """Return how far training has moved weight and bias of a layer, [out, in]."""
-    return _joined(network, name) - _joined(problem.origin, name)
 
 
 def _joined(network: nn.Module, name: str) -> Tensor:
