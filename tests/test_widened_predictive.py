@@ -15,6 +15,7 @@ from dpbnn.predictive import (
     PropagatedPredictive,
     RealPredictive,
     widened,
+    widening,
 )
 
 N, S = 40, 100
@@ -74,6 +75,29 @@ class TestClasses:
         assert (wide.aleatoric >= 0).all()
         low, high = wide.quantile(0.05), wide.quantile(0.95)
         assert ((low <= wide.mean) & (wide.mean <= high)).double().mean() > 0.95
+
+    @pytest.mark.parametrize("shortened", [True, False])
+    @pytest.mark.parametrize("count", [2, 6])
+    def test_a_band_holds_a_prediction_that_is_sure(self, count, shortened, monkeypatch):
+        """Broken twin: deviations that are as long to both sides."""
+        if not shortened:
+            monkeypatch.setattr(widening, "_shorter", lambda *_: 1.0)
+        sure = torch.linspace(0.95, 0.999, N, dtype=torch.float64)[:, None]
+        rest = ((1 - sure) / (count - 1)).expand(-1, count - 1)
+        plain = ClassPredictive(torch.cat([sure, rest], 1).log()[None])
+        wide = widened(plain, deviations(count, scale=8.0))
+        low, high = (wide.quantile(q)[:, 0] for q in (0.05, 0.95))
+        held = (low <= sure[:, 0]) & (sure[:, 0] <= high)
+        assert held.all() if shortened else held.double().mean() < 0.75
+
+    @pytest.mark.parametrize("count", [2, 30])
+    def test_deviations_of_unsure_predictions_stay(self, count):
+        top = torch.linspace(1.5 / count, 0.9, N, dtype=torch.float64)[:, None]
+        logs = torch.cat([top, ((1 - top) / (count - 1)).expand(-1, count - 1)], 1).log()
+        away = deviations(count, scale=8.0).values
+        away = away - away.mean(-1, keepdim=True)
+        factors = widening._shorter(logs, away, logs.argmax(-1, keepdim=True))
+        assert torch.equal(factors, torch.ones(S, N, 1, dtype=torch.float64))
 
     def test_a_temperature_divides_logits_and_deviations(self):
         wide = classes()

@@ -20,7 +20,7 @@ from dpbnn.predictive import ClassPredictive, OrdinalPredictive, Predictive
 
 _SLOW = 0.3  # share of an output that moves a distance: noise in all of them adds up
 _UNKNOWN = 16.0  # variance of a logit of which nothing is known
-_WIDER = (2.1, 1.5)  # see `Outcomes`; chosen by coverage
+_WIDER = (2.0, 1.5)  # see `Outcomes`; chosen by coverage
 _GAP = 1e-6  # smallest distance of two cut points, so that no class has probability 0
 
 

@@ -150,7 +150,7 @@ def deviations(
 
     with m_i the move and p_i the precision by the releases in a direction i. It is never above that
     of the user's prior. What all this leaves out, that training has not reached the mode and that
-    the network is not linear, makes standard deviations too small. They are multiplied by 2.1 for
+    the network is not linear, makes standard deviations too small. They are multiplied by 2 for
     classes (1.5 without privacy) and 1.15 for numbers, which was chosen by the coverage of bands on
     simulated tables.
 

@@ -7,7 +7,7 @@ from dpbnn.predictive.base import Predictive
 from dpbnn.predictive.classes import ClassPredictive, OrdinalPredictive
 from dpbnn.predictive.counts import CountPredictive
 from dpbnn.predictive.reals import PropagatedPredictive, RealPredictive
-from dpbnn.predictive.widened import (
+from dpbnn.predictive.widening import (
     Deviations,
     WidenedClassPredictive,
     WidenedRealPredictive,

@@ -16,6 +16,8 @@ from dpbnn.predictive.reals import RealPredictive
 
 __all__ = ["Deviations", "WidenedClassPredictive", "WidenedRealPredictive", "widened"]
 
+_END = 1.645  # normal quantile of the ends of 90 % bands
+_ROOM = 2.0  # times the spread at which the low end is lowest, chosen by coverage
 _KEPT = 0.002  # by which the draws' mean probability of the top class may be below the prediction's
 _HALVINGS = 12
 _BLOCK = 2**22  # elements of a temporary
@@ -73,7 +75,8 @@ class WidenedClassPredictive(ClassPredictive):
     l are the logarithms of the mean prediction less their mean, d_s the deviations and k >= 0 the
     smallest number, for every input, at which the draws' mean probability of the most probable
     class is that of the prediction, less 0.002 at most. Without k draws would be less sure on
-    average than the prediction, which is calibrated.
+    average than the prediction, which is calibrated. At inputs of which the prediction is sure, d_s
+    of draws that are less sure are made shorter (`_shorter`).
 
     Mean, mode, entropy, log-probability and sets are those of the prediction itself. Draws,
     quantiles, epistemic and aleatoric uncertainty are those of the draws.
@@ -242,6 +245,7 @@ def _around(logs: Tensor, away: Tensor) -> Tensor:
     away = away - away.mean(-1, keepdim=True)
     centred = logs - logs.mean(-1, keepdim=True)
     top = logs.argmax(-1, keepdim=True)
+    away = away * _shorter(logs, away, top)
     wanted = logs.gather(-1, top).exp()[:, 0] - _KEPT
     pair = 2 * away.var(0, correction=0).sum(-1) / (logs.shape[-1] - 1)  # of two logits' difference
     low = torch.zeros_like(wanted)
@@ -253,3 +257,28 @@ def _around(logs: Tensor, away: Tensor) -> Tensor:
         enough = chance >= wanted
         low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
     return ((1 + high)[:, None] * centred + away).log_softmax(-1)
+
+
+def _shorter(logs: Tensor, away: Tensor, top: Tensor) -> Tensor:
+    """Return what draws are multiplied by that are less sure of the top class, and 1, [S, N, 1].
+
+    With log odds l of the top class, and normal deviations of them with standard deviation s, the
+    mean is kept where l becomes l sqrt(1 + pi s^2/8). The low end of a band is then that less z s.
+    For l above 2.6 it is lowest at s^2 = z^2 / ((pi l/8)^2 - pi z^2/8). Beyond, a few draws are
+    sure of another class and all others surer than the prediction, so that a band leaves out what
+    is likely. Draws that are less sure get twice that s at most, others what they have.
+
+    Args:
+        logs: of the mean prediction, [N, K].
+        away: deviations of logits, of mean 0 over classes, [S, N, K].
+        top: the most probable class, [N, 1].
+    """
+    others = logs.scatter(-1, top, -torch.inf)
+    beside = others.logsumexp(-1, keepdim=True)
+    odds = logs.gather(-1, top) - beside
+    moved = away.gather(-1, top.expand(len(away), -1, -1))
+    sure = moved - ((others + away).logsumexp(-1, keepdim=True) - beside)
+    least = (math.pi / 8 * odds.clamp(min=0.0)).square() - math.pi / 8 * _END**2
+    most = _ROOM * _END * least.clamp(min=1e-12).rsqrt()
+    spread = sure.std(0, correction=0).clamp(min=1e-12)
+    return torch.where(sure < 0, (most / spread).clamp(max=1.0), 1.0)
