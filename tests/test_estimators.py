@@ -22,6 +22,7 @@ import dpbnn
 from dpbnn import PrivateBayesClassifier, PrivateBayesRegressor
 from dpbnn.estimators import fitting
 from dpbnn.estimators.open_prior import chosen_prior
+from dpbnn.estimators.recipes import METHODS
 from dpbnn.estimators.scaling import Scaling, parsed_bounds
 from dpbnn.privacy.plan import open_plan
 
@@ -616,7 +617,7 @@ def test_a_linear_model_is_fitted_by_moments_and_needs_no_temperature(kind):
 
 
 def test_three_classes_and_hidden_layers_are_not_fitted_by_moments():
-    from dpbnn.estimators.recipes import METHODS, of_auto
+    from dpbnn.estimators.recipes import of_auto
 
     assert of_auto((), 3) is of_auto((32,), 2) is of_auto((32,), None) is METHODS["auto"]
     assert of_auto((), 2) is of_auto((), None) is METHODS["moments"]
@@ -646,7 +647,6 @@ def test_a_larger_budget_gets_a_network_with_steps_and_it_is_saved(tmp_path):
 @pytest.mark.parametrize("regression", [False, True])
 def test_only_a_classifier_of_a_small_budget_cuts_standardised_inputs_off_at_2(regression):
     from dpbnn.estimators.budget import settled_plan
-    from dpbnn.estimators.recipes import METHODS
 
     for n, cut in ((1000, not regression), (100_000, False)):
         plan = settled_plan(n, 0.3, 1e-6, None, None)
@@ -660,7 +660,6 @@ def test_only_a_classifier_of_a_small_budget_cuts_standardised_inputs_off_at_2(r
 def test_only_a_regressor_of_a_large_budget_has_steep_units():
     """They start as the function that plain ones start as."""
     from dpbnn.estimators.budget import settled_plan
-    from dpbnn.estimators.recipes import METHODS
     from dpbnn.networks import SteepTanh, mlp
 
     def built(epsilon, columns, regression=True):
@@ -684,7 +683,6 @@ def test_only_a_regressor_of_a_large_budget_has_steep_units():
 def test_only_a_regressor_of_a_large_budget_has_two_hidden_layers():
     """A user's widths stay, and steps of two layers are half as long."""
     from dpbnn.estimators.budget import settled_plan
-    from dpbnn.estimators.recipes import METHODS
 
     def layers(epsilon, columns, regression=True, hidden="auto", method="auto"):
         plan = settled_plan(8000, epsilon, 1e-5, None, None)
@@ -708,7 +706,6 @@ def test_only_a_regressor_of_a_large_budget_has_two_hidden_layers():
 @pytest.mark.parametrize(("rows", "sloped"), [(1000, False), (100_000, True)])
 def test_only_the_noise_of_auto_with_enough_budget_goes_with_the_mean(rows, sloped):
     from dpbnn.estimators.budget import settled_plan
-    from dpbnn.estimators.recipes import METHODS
 
     plan = settled_plan(rows, 0.3, 1e-6, None, None)
     assert METHODS["auto"].learned_noise(plan).sloped == sloped
@@ -718,7 +715,6 @@ def test_only_the_noise_of_auto_with_enough_budget_goes_with_the_mean(rows, slop
 @pytest.mark.parametrize("epsilon", [0.1, 3.0, None])
 def test_steps_of_auto_are_shorter_for_classes_on_many_columns(epsilon):
     from dpbnn.estimators.budget import settled_plan
-    from dpbnn.estimators.recipes import METHODS
 
     def rate(name, columns, regression=False, given=None, rows=8000):
         plan = settled_plan(rows, epsilon, 1e-6, None, None)
@@ -737,7 +733,6 @@ def test_steps_of_auto_are_shorter_for_classes_on_many_columns(epsilon):
 def test_a_classifier_of_a_tiny_budget_on_few_columns_has_a_small_clip():
     """With "auto" alone; what the user sets is kept."""
     from dpbnn.estimators.budget import settled_plan
-    from dpbnn.estimators.recipes import METHODS
 
     def clip(rows=1000, epsilon=0.1, regression=False, name="auto", given=None, columns=12):
         plan = settled_plan(rows, epsilon, 1e-6, None, None)
@@ -811,6 +806,28 @@ def test_the_prior_is_doubled_up_to_1_or_halved_as_long_as_it_helps(
     prior = chosen_prior(train, data, torch.ones(100).bool(), network, plan, dpbnn.Gaussian(first))
     assert stds == pytest.approx(tried)
     assert prior.std == pytest.approx(chosen)
+
+
+def test_where_rows_are_few_and_the_budget_is_not_a_regressor_has_a_narrow_prior():
+    """Twenty columns of noise on 250 rows: what the noise of training does not hide is learned."""
+    rng = np.random.default_rng(0)
+    x = np.clip(rng.normal(size=(2250, 21)), -3, 3)
+    y = x[:, 0] + rng.normal(size=len(x))
+    losses = []
+    for prior in (None, dpbnn.Gaussian(1.0)):
+        model = PrivateBayesRegressor(
+            epsilon=8.0, bounds=(-3, 3), target_bounds=(-6, 6), prior=prior, random_state=0
+        )
+        model.fit(x[:250], y[:250])
+        losses.append(np.mean((model.predict(x[250:]) - y[250:]) ** 2))
+    assert losses[0] < losses[1] - 0.05
+
+    def std(epsilon, n, columns, regression=True):
+        plan = dpbnn.plan(epsilon=epsilon, delta=1e-6, n=n, sampling="full-batch", steps=10)
+        return METHODS["auto"].prior(plan, columns, regression).std
+
+    assert std(3.0, 300, 10) == std(1.0, 300, 10) == 0.5
+    assert std(0.3, 300, 10) == std(3.0, 1000, 10) == std(3.0, 300, 10, regression=False) == 1.0
 
 
 def test_a_private_plan_may_not_have_its_prior_chosen():

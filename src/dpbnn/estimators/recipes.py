@@ -39,8 +39,9 @@ _STEEP = (400.0, 2.0)  # m per column from which they, or two layers of them, ar
 _WIDTH = 32  # of the hidden layers of hidden="auto"
 _DEEP = (200.0, 12)  # m per column from which a regressor has two, up to so many columns
 _SHORT = 0.5  # what its steps are times, with two
-_OPEN_PRIOR = {True: 0.5, False: 0.3}  # its std without privacy, in regression and for classes
-_PLENTY = 800  # rows per column from which a regressor needs none smaller than 1
+_NARROW = {True: 0.5, False: 0.3}  # std of the prior of few rows, in regression and for classes
+_PLENTY = 800  # rows per column from which a regressor without privacy has one of 1
+_SCARCE, _SHARP = 100, 0.15  # rows per column below which one with privacy has it, from what m/n
 _ENOUGH = 400.0  # m of `_told` below which steps shrink
 _LIMIT = 2.0  # largest standardised input of a classifier there; that of all others is 4
 _MANY = (12, 100.0)  # columns from which a classifier's steps shrink, and from what m
@@ -139,11 +140,15 @@ class Recipe:
     def prior(self, plan: Plan, columns: int, regression: bool) -> Gaussian:
         """Return the prior of a user who gives none.
 
-        Without privacy nothing but the prior keeps "auto" from learning the noise of few rows.
+        Without privacy nothing but the prior keeps "auto" from learning the noise of few rows. With
+        a large budget little else keeps a regressor from it where rows are very few.
         """
-        plenty = regression and plan.n >= _PLENTY * columns
-        free = plan.private or plenty or not self.curved
-        return Gaussian(1.0 if free else _OPEN_PRIOR[regression])
+        if plan.private:
+            sharp = _told(plan) >= _SHARP * plan.n
+            narrow = regression and sharp and plan.n < _SCARCE * columns
+        else:
+            narrow = not (regression and plan.n >= _PLENTY * columns)
+        return Gaussian(_NARROW[regression] if self.curved and narrow else 1.0)
 
     def learned_noise(self, plan: Plan) -> LearnedNoiseGaussian:
         """Return the likelihood of "auto" for numbers, in spreads of the target.
