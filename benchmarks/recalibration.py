@@ -205,7 +205,8 @@ def figures(name, method, epsilon, seed):
     model.temperature_ = None
     before = measured()
     sigma = held_out._budget(10, epsilon, model.plan_.delta).noise_multiplier
-    share = sum(e.count / e.noise_multiplier**2 for e in model.plan_.beside) * sigma**2
+    last = model.plan_.beside[-1]  # that of the temperature
+    share = last.count / last.noise_multiplier**2 * sigma**2 if t else 0.0
     return [*before, *after, t or 1.0, share, spent["found"] / (whole_time - spent["found"])]
 
 
